@@ -130,9 +130,11 @@ def test_each_element_has_the_numbers_of_its_global_index(part: Part, monkeypatc
         F16: [(w >> 21) * 2.0**-11 for (w,) in short],
         F64: [(w << 21 | v >> 11) * 2.0**-53 for w, v in long],
     }
-    for chunk, few in ((philox._ON_CPU, philox._FEW), (philox._ON_CPU, 0), (3, 0)):
+    usual = philox._ON_CPU, philox._FEW, philox._FEWEST
+    for chunk, few, fewest in (usual, (*usual[:2], 0), (*usual[:2], usual[1]), (usual[0], 0, 0), (3, 0, 0)):
         monkeypatch.setattr(philox, "_ON_CPU", chunk)
         monkeypatch.setattr(philox, "_FEW", few)
+        monkeypatch.setattr(philox, "_FEWEST", fewest)
         for dtype, numbers in wanted.items():
             got = distributions.uniform(stream, part, dtype)
             assert got.dtype == distributions.wide(dtype)
@@ -213,12 +215,14 @@ def test_a_few_numbers_and_many_have_the_same_bits_and_memory_of_their_own(
         assert few._base is None
         assert few.untyped_storage().nbytes() == few.nbytes
         with monkeypatch.context() as patch:
+            patch.setattr(philox, "_FEWEST", 0)
+            some = ALL[name](stream, part, dtype)
             patch.setattr(philox, "_FEW", 0)
             many = ALL[name](stream, part, dtype)
             patch.setattr(philox, "plain_now", lambda: False)
             patch.setattr(distributions, "plain_now", lambda: False)
             seen = ALL[name](stream, part, dtype)
-        for other in (many, seen):
+        for other in (some, many, seen):
             assert other.dtype == few.dtype
             assert other.flatten().view(torch.uint8).equal(few.flatten().view(torch.uint8))
 
@@ -1173,3 +1177,29 @@ def test_outside_of_ranks_and_without_a_mesh() -> None:
             call(None).__enter__()
     with pytest.raises(mc.MeshError, match="outside a rank"):
         sync_seed("a", mesh=mesh)
+
+
+SIZES: list[Callable[[], Tensor]] = [
+    lambda: torch.rand(2, 3), lambda: torch.rand((2, 3)), lambda: torch.rand([2]), lambda: torch.rand(torch.Size((4, 1))),
+    lambda: torch.rand(()), lambda: torch.rand(0), lambda: torch.rand(2, dtype=F64), lambda: torch.rand(2, dtype=None),
+    lambda: torch.randn(size=(2, 3)), lambda: torch.randint(3, (2, 2)), lambda: torch.randint(1, 3, [5]),
+    lambda: torch.randint(3, (2,), dtype=torch.uint8), lambda: torch.randint(3, (2,), dtype=None),
+    lambda: torch.randint(1, 3, size=(2,)), lambda: torch.rand(torch.tensor(2), 3), lambda: torch.rand(2, layout=torch.strided),
+]  # fmt: skip
+
+
+def test_sizes_and_dtypes_are_those_that_torch_reads_from_the_arguments(alone: mc.Mesh) -> None:
+    for make in SIZES:
+        wanted = make()
+        with mc.rng("...", seed=0):
+            got = make()
+        assert (got.shape, got.dtype, got.stride()) == (wanted.shape, wanted.dtype, wanted.stride())
+    wrong: list[Callable[[], Tensor]] = [
+        lambda: torch.rand(-1), lambda: torch.rand((2,), 3), lambda: torch.rand("2"), lambda: torch.rand(2.0),
+        lambda: torch.randint(3, 2),
+    ]  # fmt: skip
+    for make in wrong:
+        with pytest.raises((RuntimeError, TypeError)):
+            make()
+        with mc.rng("...", seed=0), pytest.raises((RuntimeError, TypeError)):
+            make()

@@ -16,12 +16,12 @@ WAITS = {"look", "more", "at", "listen", "sleep", "ring", "wait_for_all", "gone_
 """What is called as often as it takes until the others have come."""
 
 
-def counted(call: Callable[[], object]) -> Counter[str]:
-    """The functions of the runtime that it runs, but for those that wait."""
+def counted(call: Callable[[], object], where: str = "/meshcomm/runtime/") -> Counter[str]:
+    """The functions of the runtime, or in all files with this in their path, that it runs, but for those that wait."""
     seen: Counter[str] = Counter()
 
     def look(frame: Any, event: str, _: object) -> None:
-        if event == "call" and "/meshcomm/runtime/" in frame.f_code.co_filename.replace("\\", "/"):
+        if event == "call" and where in frame.f_code.co_filename.replace("\\", "/"):
             seen[frame.f_code.co_name] += 1
 
     before = sys.getprofile()
@@ -53,6 +53,25 @@ def functions_of(name: str) -> Counter[str]:
 def test_a_small_call_runs_few_functions(pool4: Any, name: str, most: int) -> None:
     for seen in pool4.run(functions_of, name):
         assert seen.total() <= most, seen
+
+
+def added_by_a_trace() -> int:
+    """How many functions of ours more one small call runs while a trace is open."""
+    mesh, x = mc.make_mesh({"pair": 2, "a": 2}), torch.ones(16)
+
+    def call() -> object:
+        return mc.all_reduce(x, "a", mesh=mesh)
+
+    call()
+    off = min(counted(call, "/meshcomm/").total() for _ in range(4))
+    with mc.trace():
+        call()
+        return min(counted(call, "/meshcomm/").total() for _ in range(4)) - off
+
+
+def test_a_trace_adds_few_functions_to_a_call(pool4: Any) -> None:
+    """Its own are five: one for the link, three for the beginning, the end."""
+    assert max(pool4.run(added_by_a_trace)) <= 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -1090,3 +1091,31 @@ def test_what_started_processes_do_counts() -> None:
     assert len(outer.events) == len(t.events) == 4
     mc.comm_budget(a="2 all_reduce", bytes=64).check(t)
     mc.comm_budget(a="1 all_reduce", backward=False).check(t)
+
+
+def held_by_a_trace() -> list[str]:
+    """The primitives of which a trace keeps what they were given."""
+    mesh, held = mc.make_mesh({"t": 2}), []
+    whole, other = (torch.ones(8) if mesh.rank == 0 else None), 1 - mesh.rank
+    calls: dict[str, Callable[[Tensor], object]] = {
+        "all_reduce": lambda x: mc.all_reduce(x, "t"),
+        "all_gather, later": lambda x: mc.all_gather(x, "t", async_op=True).wait(),
+        "reduce_scatter": lambda x: mc.reduce_scatter(x, "t"),
+        "all_to_all": lambda x: mc.all_to_all(x, "t", 0, 0),
+        "permute": lambda x: mc.shift(x, "t"),
+        "scatter": lambda x: mc.scatter(whole, "t", src=0, like=x),
+        "exchange": lambda x: mc.exchange([(x, other)], [(other, (4,), x.dtype)], "t"),
+    }
+    with mc.use_mesh(mesh), mc.trace() as t:
+        for name, call in calls.items():
+            x = torch.ones(4)
+            ref = weakref.ref(x)
+            call(x)
+            del x
+            held += [name] * (ref() is not None)
+        assert len(t.events) == len(calls)
+    return held
+
+
+def test_a_trace_keeps_no_tensor() -> None:
+    assert mc.launch(held_by_a_trace, ranks=2) == [[], []]

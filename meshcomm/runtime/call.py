@@ -110,13 +110,8 @@ class Call(NamedTuple):
         at = self.axis
         axis = None if at is None else _new(AxisAt, (at.name, at.own_coordinate))
         seen = moved, send, recv, messages, site_of(sys._getframe(skip)), backward_pass() != -1
-        made: Call = _new(Call, (*self[:_AXIS], axis, *self[_AXIS + 1 : _SEEN], *seen))
+        made: Call = _new(Call, (*self[:AXIS], axis, *self[BEHIND:SEEN], *seen))
         return made
-
-    @property
-    def apart(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Its fields before the axis, and those behind it up to what a link sees of it."""
-        return self[:_AXIS], self[_AXIS + 1 : _SEEN]
 
     # ------------------------------------------------------------------------------------------------------ its text
 
@@ -195,16 +190,13 @@ class Call(NamedTuple):
         return alike or gradients_agree(self.gradient, other.gradient)
 
 
-_AXIS, _SEEN = Call._fields.index("axis"), Call._fields.index("moved")
+AXIS, SEEN = Call._fields.index("axis"), Call._fields.index("moved")
+"""Which of its fields is the axis, and with which begins what a link sees of it."""
+BEHIND = AXIS + 1
 _compared = itemgetter(*map(Call._fields.index, ("what", "given", "moved", "fixed", "tree")))
 _new: Any = tuple.__new__  # half of what a named tuple's own way costs
-_UNSEEN = (), (), (), ((), ()), None, False
-
-
-def call_of(*said: Any) -> Call:
-    """A :class:`Call` of all that is said of it before a link sees anything, in the order of its fields."""
-    made: Call = _new(Call, said + _UNSEEN)
-    return made
+UNSEEN = (), (), (), ((), ()), None, False
+"""The last fields of a call of which no link has seen anything."""
 
 
 class _Told(threading.local):

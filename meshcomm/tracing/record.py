@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -15,9 +15,9 @@ import torch
 from meshcomm._torch.autograd import backward_pass
 from meshcomm.errors import shape_text
 from meshcomm.mesh import Axis
-from meshcomm.runtime.call import Call, messages_of, told
-from meshcomm.runtime.callsite import CallSite, Spot, call_spot, site_at
-from meshcomm.runtime.hooks.stack import Hook, Running, put_on, take_off
+from meshcomm.runtime.call import AXIS, BEHIND, SEEN, Call, messages_of, told
+from meshcomm.runtime.callsite import CallSite, Spot, call_spot, is_ours, site_at
+from meshcomm.runtime.hooks.stack import Form, Listener, Running, put_on, take_off
 from meshcomm.runtime.pending import Around, Pending, TimedOutError
 from meshcomm.tracing.event import TraceEvent, bytes_of, bytes_of_several
 
@@ -27,77 +27,63 @@ _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 _TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
 
 
-class Record:
-    """One primitive while it runs. What can be worked out later is: that is most of it."""
+Record = list[Any]
+"""One primitive while it runs: a list, for that is the cheapest that can be changed. What can be worked out later is:
+that is most of it.
+"""
+(
+    PLACE, NAME, SAID, MORE, FORM, DTYPE, SHAPE, GIVEN, SEVERAL, LATER, BACKWARD, SITE, BEGAN, RETURNED, ENDED, WAITED,
+    WAITED_AT, ASKED, ERROR,
+) = range(19)  # fmt: skip
+"""``SAID``, ``MORE``: the fields of the call before its axis and behind it. ``GIVEN``: the arguments behind the tensor.
+``SEVERAL``: of what is given several tensors or none its bytes, messages and key. ``SITE``: the user's line, or the
+instruction, of which the line is asked when the trace is. ``WAITED``: for how long after the call. ``ASKED``: what for,
+and where.
+"""
 
-    __slots__ = (
-        "_axis", "_call", "_dtype", "_form", "_given", "_primitive", "_several", "_shape", "_site", "asked",
-        "asynchronous", "backward", "began", "ended", "error", "returned", "waited", "waited_at",
+
+def _over(record: Record, error: BaseException | None = None) -> None:
+    """It is done, or has failed; the first time counts."""
+    if record[ENDED] is None:
+        record[ENDED] = _clock()
+        record[ERROR] = None if error is None else type(error).__name__
+
+
+def event_of(record: Record, origin: int) -> TraceEvent:
+    """What is known by now; times count from ``origin``."""
+    (
+        axis, name, said, more, form, dtype, shape, given, several, later, backward, site, began, returned, ended,
+        waited, waited_at, asked, error,
+    ) = record  # fmt: skip
+    if not isinstance(site, CallSite):
+        site = record[SITE] = site_at(site)
+    if form is not None:
+        shape, *given = form(axis.size, shape, *given)
+    messages: Any = (), ()
+    if several is not None:
+        figures, messages, key = several
+    else:
+        figures = bytes_of(name, math.prod(shape), dtype.itemsize, given, axis.size, axis.index)
+        key = name, dtype, *(() if name == "all_to_all" else (tuple(shape), *(() if name == "permute" else given)))
+    send, recv = map(tuple, given) if name == "all_to_all" else ((), ())
+    call = Call._make((*said, None, *more, (), send, recv, messages, None, False))
+    return TraceEvent(
+        operation=call.what, called=call.text, primitive=name,
+        axis=axis.name, size=axis.size, rank=axis.rank, place=axis.place,
+        dtype=dtype, shape=tuple(shape), payload=figures[0], wire=figures[1],
+        site=None if site.file.startswith(_TORCH) else site,
+        backward=backward, asynchronous=later,
+        start=(began - origin) / _SECOND,
+        issue=None if returned is None else (returned - began) / _SECOND,
+        wait=waited / _SECOND,
+        end=None if ended is None else (ended - origin) / _SECOND,
+        error=error,
+        launch=axis.launch, group=axis.group, ranks=axis.ranks,
+        key=repr((call.what, call.given, call.fixed, call.tree, key)),
+        gradient=call.gradient, sent=axis.named(messages[0]), wanted=axis.named(messages[1]), runs=(send, recv),
+        waited_at=None if waited_at is None else (waited_at - origin) / _SECOND,
+        asked="" if asked is None else f"{asked[0]} at {site_at(asked[1])}",
     )  # fmt: skip
-
-    def __init__(self, axis: _Place, what: Running, backward: bool, site: CallSite | Spot) -> None:
-        """``site``: the user's line, or the instruction, of which the line is asked when the trace is."""
-        name, given, call, _, later, _, form = what
-        self._axis, self._primitive, self._call, self._form = axis, name, call.apart, form
-        self._several: tuple[Any, ...] = ()
-        if name in _SEVERAL:
-            self._several = bytes_of_several(what, axis.size), messages_of(*what.messages), _key(what)
-            given = (what.x,)
-        x = given[0]
-        self._given: Sequence[Any] = given[1:]
-        self._dtype: torch.dtype | None = None if x is None else x.dtype
-        self._shape: tuple[int, ...] = () if x is None else x.shape
-        self.asynchronous = later and not told.waits
-        self.backward, self._site = backward, site
-        self.waited = 0
-        self.waited_at: int | None = None
-        self.asked: tuple[str, Spot] | None = None
-        self.returned: int | None = None
-        self.ended: int | None = None
-        self.error: str | None = None
-        self.began = _clock()
-
-    def end(self, error: BaseException | None = None) -> None:
-        """It is done, or has failed; the first time counts."""
-        if self.ended is None:
-            self.ended = _clock()
-            self.error = None if error is None else type(error).__name__
-
-    def event(self, origin: int) -> TraceEvent:
-        """What is known by now; times count from ``origin``."""
-        axis, name, ended, site, dtype = self._axis, self._primitive, self.ended, self._site, self._dtype
-        if not isinstance(site, CallSite):
-            site = self._site = site_at(site)
-        shape, given = self._shape, self._given
-        if self._form is not None:
-            shape, *given = self._form(axis.size, shape, *given)
-        messages: Any = (), ()
-        if self._several:
-            figures, messages, key = self._several
-        else:
-            assert dtype is not None
-            figures = bytes_of(name, math.prod(shape), dtype.itemsize, given, axis.size, axis.index)
-            key = name, dtype, *(() if name == "all_to_all" else (tuple(shape), *(() if name == "permute" else given)))
-        send, recv = map(tuple, given) if name == "all_to_all" else ((), ())
-        before, behind = self._call
-        call = Call._make((*before, None, *behind, (), send, recv, messages, None, False))
-        return TraceEvent(
-            operation=call.what, called=call.text, primitive=name,
-            axis=axis.name, size=axis.size, rank=axis.rank, place=axis.place,
-            dtype=dtype, shape=tuple(shape), payload=figures[0], wire=figures[1],
-            site=None if site.file.startswith(_TORCH) else site,
-            backward=self.backward, asynchronous=self.asynchronous,
-            start=(self.began - origin) / _SECOND,
-            issue=None if self.returned is None else (self.returned - self.began) / _SECOND,
-            wait=self.waited / _SECOND,
-            end=None if ended is None else (ended - origin) / _SECOND,
-            error=self.error,
-            launch=axis.launch, group=axis.group, ranks=axis.ranks,
-            key=repr((call.what, call.given, call.fixed, call.tree, key)),
-            gradient=call.gradient, sent=axis.named(messages[0]), wanted=axis.named(messages[1]), runs=(send, recv),
-            waited_at=None if self.waited_at is None else (self.waited_at - origin) / _SECOND,
-            asked="" if self.asked is None else f"{self.asked[0]} at {site_at(self.asked[1])}",
-        )  # fmt: skip
 
 
 def _key(what: Running) -> tuple[Any, ...]:
@@ -124,7 +110,7 @@ class _Place:
         return tuple((self.ranks[i], tag, shape_text(dtype, shape)) for i, tag, dtype, shape in messages)
 
 
-class Recorder(Hook):
+class Recorder(Listener):
     """Records every primitive over an axis, for one who listens."""
 
     def __init__(self, axis: Axis, records: list[Record], launch: str) -> None:
@@ -134,28 +120,43 @@ class Recorder(Hook):
 
     def announce(self, call: Call) -> None:
         """Leave the user's line at the node of autograd that is being made, if one is."""
-        node = told.node
-        if node is not None and call.needs_grad:
-            site = node.call_site = _site(backward_pass() != -1)
+        if call.needs_grad and (node := told.node) is not None:
+            site = node.call_site = call_spot(3) if backward_pass() == -1 else _site_in_backward()
             self._announced = call, site
 
-    def run(self, what: Running) -> Any:
-        """Record it, and when it has ended."""
+    def begins(self, name: str, given: tuple[Any, ...], call: Call, asynchronous: bool, form: Form | None) -> Record:
+        """Record it."""
         backward, (announced, site) = backward_pass() != -1, self._announced
-        if announced is not what.call:
-            site = _site(True) if backward else call_spot(3)
-        record = Record(self._place, what, backward, site)
+        if announced is not call:
+            site = _site_in_backward() if backward else call_spot(3)
+        later, several, x = asynchronous and not told.waits, None, given[0] if given else None
+        if name in _SEVERAL:
+            what = Running(name, given, call, None, asynchronous, _nothing)
+            several, x = (bytes_of_several(what, self._place.size), messages_of(*what.messages), _key(what)), what.x
+            given = ()  # among it may be a tensor
+        dtype, shape = (None, ()) if x is None else (x.dtype, x.shape)
+        record = [
+            self._place, name, call[:AXIS], call[BEHIND:SEEN], form, dtype, shape, given[1:], several, later,
+            backward, site, _clock(), None, None, 0, None, None, None,
+        ]  # fmt: skip
         self.records.append(record)
-        try:
-            result = what.go()
-        except BaseException as error:
-            record.end(error)
-            raise
+        return record
+
+    def ended(self, note: Record, result: Any) -> Any:
+        """Or it is under way, and will have ended when somebody has waited for it."""
+        note[RETURNED] = now = _clock()
         if isinstance(result, Pending):
-            record.returned = _clock()
-            return _Watched(result, record)
-        record.returned = record.ended = _clock()
+            return _Watched(result, note)
+        note[ENDED] = now
         return result
+
+    def failed(self, note: Record, error: BaseException) -> None:
+        """With what."""
+        _over(note, error)
+
+
+def _nothing() -> None:
+    """What does not go on from here."""
 
 
 class _Watched(Around):
@@ -164,43 +165,42 @@ class _Watched(Around):
     __slots__ = ("_record",)
 
     def __init__(self, source: Pending, record: Record) -> None:
-        super().__init__(source)
-        self._record = record
+        self.inside, self.bare, self._record = source, source.bare, record
 
     def meet(self) -> None:
         """As the one inside, and note how long."""
         began = _clock()
         self.inside.meet()
-        if self._record.ended is None:
-            self._record.waited += _clock() - began
+        if self._record[ENDED] is None:
+            self._record[WAITED] += _clock() - began
 
     def wait(self, timeout: float | None) -> Any:
         """Wait, and note how long."""
         record, began = self._record, _clock()
-        if record.ended is None:
-            record.waited_at = began
+        if record[ENDED] is None:
+            record[WAITED_AT] = began
         if timeout is not None:
-            record.asked = "a time-out", call_spot(2)
+            record[ASKED] = "a time-out", call_spot(2)
         try:
             value = self.inside.wait(timeout)
         except TimedOutError:
-            record.waited += _clock() - began
+            record[WAITED] += _clock() - began
             raise
         except BaseException as error:
-            record.end(error)
+            _over(record, error)
             raise
-        if record.ended is None:
-            record.ended = ended = _clock()
-            record.waited += ended - began
+        if record[ENDED] is None:
+            record[ENDED] = ended = _clock()
+            record[WAITED] += ended - began
         return value
 
     def done(self) -> bool:
         """As the one inside; what is done has ended."""
         done = self.inside.done()
-        if self._record.asked is None:
-            self._record.asked = "done()", call_spot(2)
+        if self._record[ASKED] is None:
+            self._record[ASKED] = "done()", call_spot(2)
         if done:
-            self._record.end()
+            _over(self._record)
         return done
 
 
@@ -227,21 +227,15 @@ def detach(axis: Axis, records: list[Record]) -> None:
 # ---------------------------------------------------------------------------------------------------- call sites
 
 
-def _site(backward: bool) -> CallSite | Spot:
-    """The user's line that a primitive is due to: that of the node which autograd is running, if it is known; else of
-    this call.
+def _site_in_backward() -> CallSite | Spot:
+    """The user's line that a primitive of a backward is due to: that of the node which autograd is running, if it is
+    known; else of this call.
     """
-    if backward:
-        for frame in _library_frames():
-            if frame.f_code.co_name == "backward" and frame.f_code.co_filename.startswith(_PACKAGE):
-                left: CallSite | Spot | None = getattr(frame.f_locals.get("ctx"), "call_site", None)
-                if left is not None:
-                    return left
-    return call_spot(3)
-
-
-def _library_frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith((_PACKAGE, _TORCH)):
-        yield frame
+    while frame is not None and is_ours((code := frame.f_code).co_filename):
+        if code.co_name == "backward" and code.co_filename.startswith(_PACKAGE):
+            left: CallSite | Spot | None = getattr(frame.f_locals.get("ctx"), "call_site", None)
+            if left is not None:
+                return left
         frame = frame.f_back
+    return call_spot(3)

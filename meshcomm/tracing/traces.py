@@ -26,7 +26,7 @@ from meshcomm.runtime.transports.dry.world import DryWorld, dry_world
 from meshcomm.runtime.transports.threads.scheduler import Rank, current_rank
 from meshcomm.tracing import chrome
 from meshcomm.tracing.event import Totals, TraceEvent, axis_text, bytes_text, grouped, most, table_of
-from meshcomm.tracing.record import Record, attach, detach
+from meshcomm.tracing.record import Record, attach, detach, event_of
 
 _SECOND = 1e9
 
@@ -153,7 +153,7 @@ class Trace(Shown):
         return {axes[0] if len(axes) == 1 else axes for axes in found}
 
     def _so_far(self) -> tuple[TraceEvent, ...]:
-        return (*(record.event(self._origin) for record in list(self._records)), *self._abroad)
+        return (*(event_of(record, self._origin) for record in list(self._records)), *self._abroad)
 
     def _take_over(self, other: Trace, now: tuple[AxisName, ...]) -> None:
         """What a process that was started inside has recorded; ``now``: over what it ran compiled code."""

@@ -117,6 +117,34 @@ class Hook:
         """The group is about to end: no more calls."""
 
 
+class Listener(Hook):
+    """Who only listens, and holds nothing back: alone on a link it is told without a :class:`Running` and a way to go
+    on, which take longer than all that a trace has to do.
+    """
+
+    def begins(self, name: str, given: tuple[Any, ...], call: Call, asynchronous: bool, form: Form | None) -> Any:
+        """A primitive is about to run: of what a :class:`Running` has; gives what it is to be told of with its end."""
+        raise NotImplementedError
+
+    def ended(self, note: Any, result: Any) -> Any:
+        """It has given this, which may be a Pending: what the caller gets."""
+        raise NotImplementedError
+
+    def failed(self, note: Any, error: BaseException) -> None:
+        """It has raised."""
+        raise NotImplementedError
+
+    def run(self, what: Running) -> Any:
+        """The same around another hook."""
+        note = self.begins(what.name, what.given, what.call, what.asynchronous, what.form)
+        try:
+            result = what.go()
+        except BaseException as error:
+            self.failed(note, error)
+            raise
+        return self.ended(note, result)
+
+
 def put_on(link: Any, hook: Hook) -> None:
     """Ask ``hook`` first from now on."""
     _change(link, lambda hooks: (*hooks, hook))
@@ -147,6 +175,8 @@ class _Stack(tuple[Hook, ...]):
     compare: bool
     defer: tuple[Hook, ...]
     """Those that may read a tensor later."""
+    listener: Listener | None
+    """The one hook, if it only listens."""
 
 
 _lock = threading.RLock()
@@ -158,6 +188,7 @@ def _change(link: Any, change: Callable[[tuple[Hook, ...]], tuple[Hook, ...]]) -
         stack.here = before.here if before else _Here()
         stack.compare = any(hook.compares for hook in stack)
         stack.defer = tuple(hook for hook in stack if type(hook).defers is not Hook.defers)
+        stack.listener = stack[0] if len(stack) == 1 and isinstance(stack[0], Listener) else None
         own = _own_class(type(link))
         if stack:
             link.hooks, link.__class__ = stack, _with_hooks(own)
@@ -224,7 +255,20 @@ def _hooked(name: str, own: Callable[..., Any], form: Form | None = None) -> Cal
         stack = self.hooks
         if not stack or stack.here.inside:
             return own(self, *args)
-        here, later = stack.here, told.later
+        here, later, call = stack.here, told.later, told.call
+        if type(call) is not Call:
+            call = UNKNOWN
+        if (listener := stack.listener) is not None:
+            note = listener.begins(name, args, call, later, form)
+            here.inside = True
+            try:
+                result = own(self, *args)
+            except BaseException as error:
+                listener.failed(note, error)
+                raise
+            finally:
+                here.inside = False
+            return listener.ended(note, result)
         # The last hook may go on on a thread of its own, whatever is waited for.
         stream = torch.accelerator.current_stream() if accelerator.in_use() is not None else None
 
@@ -241,9 +285,8 @@ def _hooked(name: str, own: Callable[..., Any], form: Form | None = None) -> Cal
             finally:
                 here.inside, told.call, told.later = False, before, waited
 
-        call, last = told.call, stack[-1]
-        seen = name, args, call if type(call) is Call else UNKNOWN, self, later, go, form
-        what = tuple.__new__(Running, seen)  # half of what its own way costs
+        last = stack[-1]
+        what = tuple.__new__(Running, (name, args, call, self, later, go, form))  # half of what its own way costs
         for hook in stack[:-1]:
             what = what._replace(go=partial(hook.run, what))
         if not later:

@@ -43,14 +43,24 @@ def uniform(stream: Stream, part: Part, dtype: torch.dtype) -> Tensor:
     def make(words: Words, out: Tensor) -> None:
         out.copy_(words.bits(bits)).mul_(_numbers(torch.float32)[2.0**-bits])
 
-    return stream.fill(part, torch.float32, 4, make, "uniform", bits)
+    def listed(words: list[int]) -> list[float]:
+        shift, unit = 32 - bits, 2.0**-bits
+        return [(word >> shift) * unit for word in words]
+
+    return stream.fill(part, torch.float32, 4, make, "uniform", bits, listed=listed)
 
 
 def below(stream: Stream, part: Part, p: float | Tensor) -> Tensor:
     """A bool that is true with probability ``p``, to 2**-32; a tensor has the shape of ``part``."""
     if not isinstance(p, Tensor):
         limit = math.ceil(p * 2.0**32)
-        return stream.fill(part, torch.bool, 4, lambda words, out: words.less(limit, out), limit)
+
+        def make_flags(words: Words, out: Tensor) -> None:
+            words.less(limit, out)
+
+        return stream.fill(
+            part, torch.bool, 4, make_flags, limit, listed=lambda words: [word < limit for word in words]
+        )
 
     def make(words: Words, out: Tensor) -> None:
         for row, column in words.columns(out):
@@ -73,7 +83,10 @@ def integers(stream: Stream, part: Part, low: int, high: int) -> Tensor:
             if low:
                 out.add_(low)
 
-        return stream.fill(part, torch.int64, 4, make_short, low, high)
+        def listed(words: list[int]) -> list[int]:
+            return [(word * span >> 32) + low for word in words]
+
+        return stream.fill(part, torch.int64, 4, make_short, low, high, listed=listed)
 
     def make(words: Words, out: Tensor) -> None:
         words.twice(out)

@@ -177,9 +177,9 @@ class Draws(TorchFunctionMode):
         self, func: Any, shape: Sequence[int], device: torch.device, make: Callable[[Stream, Part], Tensor]
     ) -> Tensor:
         """The same, for who has seen to that."""
-        part = self.part(shape, func)
-        y = make(self.stream(with_doubles(device)), part)
-        return y.to(device)
+        part, near = self.part(shape, func), with_doubles(device)
+        y = make(self.stream(near), part)
+        return y if near is device else y.to(device)
 
     def part(self, shape: Sequence[int], func: Any) -> Part:
         """Which part of a global tensor this rank draws, given the shape of that part."""

@@ -111,6 +111,25 @@ def _form(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     return form
 
 
+def _known_form(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[int], torch.dtype] | None:
+    """Shape and dtype where they stand there, as nearly always: torch need not be asked."""
+    if not args or func not in _SIZED or (kwargs and [*kwargs] != ["dtype"]):
+        return None
+    size, integers = args, func is torch.randint
+    if type(args[-1]) in (tuple, list, torch.Size) and (len(args) == 1 or integers):
+        size = args[-1]
+    elif integers:
+        return None
+    dtype = kwargs.get("dtype") or _SIZED[func] or torch.get_default_dtype()
+    if type(dtype) is not torch.dtype or not {int}.issuperset(map(type, size)) or min(size, default=0) < 0:
+        return None
+    return size, dtype
+
+
+_SIZED = {torch.rand: None, torch.randn: None, torch.randint: torch.int64}
+"""Functions that are told sizes, and their dtypes."""
+
+
 def _form_of_integers(*args: Any, size: Any = None, dtype: torch.dtype = torch.int64, **kwargs: Any) -> Tensor:
     size = args[-1] if args and size is None else size
     if not isinstance(size, (tuple, list)):
@@ -137,17 +156,22 @@ def _new(
     elif given is None:
         given = like.device if like is not None else torch.get_default_device() if _torch.function_modes() else _CPU
     with _torch.without_modes():
-        form = _form(func, args, kwargs)
+        form, known = None, None if pinned else _known_form(func, args, kwargs)
+        if known is None:
+            form = _form(func, args, kwargs)
+            known = form.shape, form.dtype
+        shape, dtype = known
         if not integers:
-            _float(func, form.dtype)
-        y = draws.made(func, form.shape, torch.device(given), lambda stream, part: make(stream, part, form.dtype))
+            _float(func, dtype)
+        device = given if isinstance(given, torch.device) else torch.device(given)
+        y = draws.made(func, shape, device, lambda stream, part: make(stream, part, dtype))
         if out is not None:
             with torch.no_grad():
-                y = out.resize_(form.shape).copy_(y)
-        elif pinned or not form.is_contiguous():
+                y = out.resize_(shape).copy_(y)
+        elif form is not None and (pinned or not form.is_contiguous()):
             y = torch.empty_like(form, device=given, pin_memory=pinned).copy_(y)
-        else:
-            y = y.to(form.dtype)
+        elif y.dtype is not dtype:
+            y = y.to(dtype)
     return noted_as_drawn(y.requires_grad_(requires_grad) if requires_grad else y)
 
 

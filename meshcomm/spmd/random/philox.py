@@ -152,6 +152,14 @@ class FewWords(Words):
     def __init__(self, words: Sequence[int], ones: int, length: int) -> None:
         self._ints, self._ones, self.length = words, ones, length
 
+    def listed(self) -> list[int]:
+        """All of them, block by block."""
+        words, n = memoryview(self.memory()).cast("Q").tolist(), self.length
+        found = [0] * (4 * n)
+        for at in range(4):
+            found[at::4] = words[at * n : (at + 1) * n]
+        return found
+
     def memory(self, ints: Sequence[int] | None = None) -> bytearray:
         """One after the other, or these in their place."""
         some = self._ints if ints is None else ints
@@ -257,6 +265,8 @@ def _few(part: Part, per: int, draws: int) -> tuple[list[int], Few]:
 
 _Make = Callable[[Words, Tensor], None]
 """``make(words, out)`` writes ``[n, per]`` numbers for n blocks."""
+_List = Callable[[list[int]], list[Any]]
+"""The numbers of as many words: Python has made very few before torch has begun with the first operation."""
 
 
 class Ahead:
@@ -307,12 +317,14 @@ class Stream(NamedTuple):
     ahead: Ahead | None = None
     """Of the draws with this key."""
 
-    def few_words(self, few: Few) -> Words:
+    def few_words(self, few: Few) -> FewWords:
         """Those of these blocks in this draw, and in the next ones."""
         counter = few.low, self.draw * few.ones + few.later, few.high, self.attempt * few.ones
         return FewWords(_words_of_ints(counter, self.key, few.ones), few.ones, few.length)
 
-    def fill(self, part: Part, dtype: torch.dtype, per: int, make: _Make, *kind: Any) -> Tensor:
+    def fill(
+        self, part: Part, dtype: torch.dtype, per: int, make: _Make, *kind: Any, listed: _List | None = None
+    ) -> Tensor:
         """A tensor with the numbers of ``part``: the element with the global index i is number ``i % per`` of block
         ``i // per``. ``kind``: what else decides what is made of the words.
         """
@@ -325,6 +337,8 @@ class Stream(NamedTuple):
         few, draws = plain and total <= _FEW, 1
         if few and ahead is not None:
             draws = ahead.count(self.draw, total)
+        if few and listed is not None and draws == 1 and total <= _FEWEST:
+            return self._listed(part, dtype, listed)
         shape = part.shape if draws == 1 else (draws, *part.shape)
         y = torch.empty(shape, dtype=dtype, device=self.device)
         total *= draws
@@ -340,6 +354,16 @@ class Stream(NamedTuple):
         if draws > 1 and ahead is not None:
             return ahead.keep(y)
         return y
+
+    def _listed(self, part: Part, dtype: torch.dtype, listed: _List) -> Tensor:
+        """The same of very few blocks of four numbers."""
+        starts, few = _few(part, 4, 1)
+        words, (_, length, _, exact, count, _) = self.few_words(few).listed(), _blocks(part, 4)
+        if not exact:
+            firsts = [4 * count * at + start % 4 for at, start in enumerate(starts)]
+            words = [word for first in firsts for word in words[first : first + length]]
+        y = torch.tensor(listed(words), dtype=dtype, device=self.device)
+        return y if len(part.shape) == 1 else y.resize_(part.shape)  # which is no view
 
     def _pick(self, into: Tensor, rows: Tensor, per: int, starts: Any) -> None:
         """Of each row of whole blocks the numbers from where its run begins, or all runs do, on."""
@@ -381,8 +405,8 @@ memory that is taken meanwhile.
 """
 _FEW = 2**9
 """Blocks whose words Python's integers give sooner than tensors do."""
-
-
+_FEWEST = 2**4
+"""Blocks whose numbers Python makes one by one."""
 _AHEAD = 2**7
 """Blocks of draws that are made together."""
 

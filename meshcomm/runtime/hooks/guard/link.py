@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 from meshcomm.errors import CommError, described, text
-from meshcomm.runtime.call import Call
+from meshcomm.runtime.call import AXIS, BEHIND, Call
 from meshcomm.runtime.callsite import call_site, in_backward
 from meshcomm.runtime.health.attendance import Gathering
 from meshcomm.runtime.hooks.guard.boards import Board, Entry, Group
@@ -25,7 +25,6 @@ from meshcomm.runtime.process import forks
 from meshcomm.runtime.recorder import Log, recorded
 from meshcomm.runtime.words import Words, axis_text, place_of
 
-_AXIS = Call._fields.index("axis")
 _MOST = 4096
 """The calls that are known before all of them are forgotten."""
 
@@ -150,7 +149,7 @@ class Room:
     def known_as(self, call: Call) -> Said:
         """What is known of such a call of this line."""
         axis = call.axis
-        key = call[:_AXIS], call[_AXIS + 1 :], call_site(), in_backward(), getattr(axis, "key", None)
+        key = call[:AXIS], call[BEHIND:], call_site(), in_backward(), getattr(axis, "key", None)
         try:
             said: Said | None = self.known.get(key)
         except TypeError:  # an argument without a hash
