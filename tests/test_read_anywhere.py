@@ -107,3 +107,57 @@ def methods_alone() -> None:
 
 def test_a_method_that_is_not_forward() -> None:
     mc.launch(methods_alone, 2)
+
+
+class Headed(nn.Module):
+    """Its head is read by the loss alone, or is its first layer."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(4, 4, bias=False, dtype=F64), nn.ModuleList([nn.Linear(4, 4, dtype=F64)])
+        self.head = nn.Linear(4, 4, bias=False, dtype=F64)
+        if tied:
+            self.head.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"hidden": torch.tanh(self.blocks[0](self.first(x)))}
+
+
+def loss_of(net: Headed, x: Tensor) -> Tensor:
+    return nn.functional.linear(net(x)["hidden"], net.head.weight).square().mean()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_is_read_by_the_loss_of_a_sharded_module(tied: bool) -> None:
+    x = torch.randn(4, 4, dtype=F64, generator=torch.Generator().manual_seed(2))
+
+    def made() -> tuple[Headed, torch.optim.SGD]:
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            net = Headed(tied)
+        return net, torch.optim.SGD(net.parameters(), lr=0.5)
+
+    alone, sgd = made()
+    for _ in range(2):
+        sgd.zero_grad()
+        loss_of(alone, x).backward()
+        sgd.step()
+
+    def main() -> None:
+        mesh = mc.make_mesh({"fsdp": 2})
+        net, mine = made()
+        fully_shard(net, "fsdp", grads="mean", mesh=mesh)
+        for _ in range(2):
+            mine.zero_grad()
+            loss = loss_of(net, x[2 * mesh.rank :][:2])
+            assert net.head.weight.shape == (4, 4)
+            assert all(p.ndim == 1 for p in net.parameters())
+            loss.backward()
+            assert net.head.weight.ndim == 1  # a slice, though the graph is there still
+            mine.step()
+        assert_close(full_state_dict(net), alone.state_dict(), rtol=0, atol=1e-12)
+        found = net(x)
+        del found
+        assert net.head.weight.ndim == 1  # nobody has what backward would begin at
+
+    mc.launch(main, ranks=2)

@@ -103,7 +103,7 @@ def fully_shard(
     Parameter objects, so that optimisers may be made before or after. Each Parameter
     becomes this rank's slice, flat; inside of forward the module sees the whole parameters. Parameters belong to the
     innermost unit that contains all their users; those of no unit are gathered when ``module`` itself runs, and kept
-    until backward has used them.
+    until backward has used them: with ``grads="mean"`` a loss may read them, as ``model.lm_head.weight``.
 
     Parts may be sharded by themselves before, as with FSDP2: ``for block in model.layers: fully_shard(block, ...)`` and
     then ``fully_shard(model, ...)``. They become units of the module, each with the options of its own call (dtypes,

@@ -118,6 +118,8 @@ class Passes(Flow):
         """What was opened on demand is not needed any more, nor what is kept for modules that did not run."""
         if self.between:
             self._forget_between()
+        if groups is self.units[0].groups:
+            self.units[0].has_gradients()
         for unit in self.opened:
             if groups is unit.groups and unit.on_demand:
                 unit.shut()

@@ -66,13 +66,15 @@ raw: Any = dict.__getitem__
 class Door(dict[str, "nn.Parameter | None"]):
     """A module's table of parameters: iterated over it gives the shards; looked into it gives the whole parameters
     while these are there. It has them gathered when a part of forward looks that no unit's forward surrounds, and when
-    a checkpoint computes a part of forward again in backward.
+    a checkpoint computes a part of forward again in backward. Between forward and backward it gives those of the
+    outermost unit that forward has used.
     """
 
     def __init__(self, table: dict[str, nn.Parameter | None]) -> None:
         super().__init__(table)
         self.views: dict[str, Tensor] = {}
         self.openers: dict[str, Callable[[], bool]] = {}
+        self.left: dict[str, Callable[[], Tensor | None]] = {}
         self.see: Mapping[str, Callable[[Any], Any]] = getattr(table, "see", {})  # as what tensor_parallel reads some
 
     def __getitem__(self, name: str) -> Any:
@@ -91,6 +93,8 @@ class Door(dict[str, "nn.Parameter | None"]):
         opener = self.openers.get(name)
         if opener is not None and opener():
             return self.views[name]
+        if opener is not None and (view := self.left[name]()) is not None:
+            return view
         return super().__getitem__(name)
 
     def __setitem__(self, name: str, value: Any) -> None:

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from meshcomm import _torch
 from meshcomm.errors import fail
 from meshcomm.parallel.cut_parameters import know
+from meshcomm.parallel.data.computed_again import tensors_of
 from meshcomm.parallel.fsdp import gathered_again, in_graphs
 from meshcomm.parallel.fsdp.gathered_again import Again
 from meshcomm.parallel.fsdp.groups import Group
@@ -29,6 +30,16 @@ from meshcomm.spmd.types.told import tell_again
 from meshcomm.watch import here, paused
 
 _FORWARD, _BACKWARD = 0, 1
+_LEFT = "meshcomm: what is left for the loss"
+
+
+class Left:
+    """What stood in the place of parameters, for as long as the graph that has used them."""
+
+    __slots__ = ("__weakref__", "views")
+
+    def __init__(self, views: list[list[Tensor]]) -> None:
+        self.views = views
 
 
 class Unit:
@@ -61,6 +72,7 @@ class Unit:
         self._seen = False
         """Its input was looked at."""
         self._again: weakref.ref[Again] | None = None
+        self._left: weakref.ref[Left] | None = None
         self._sites = [
             (door.views, name, number, at)
             for number, group in enumerate(groups)
@@ -73,10 +85,11 @@ class Unit:
             for at, slot in enumerate(group.slots)
             if vars(slot.param)
         ]
-        for group in groups:
-            for slot in group.slots:
+        for number, group in enumerate(groups):
+            for at, slot in enumerate(group.slots):
                 for door, name in slot.sites:
                     door.openers[name] = self.open_on_demand
+                    door.left[name] = functools.partial(self._left_view, number, at)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """That of the copy of the whole module, which has shards of its own."""
@@ -140,6 +153,7 @@ class Unit:
         """What a backward pass that was interrupted has left."""
         if self._entrance is not None:
             self._entrance.results.clear()
+        self._left = None
 
     def forget_pass(self) -> None:
         """Begin anew, as a unit of another module."""
@@ -190,15 +204,15 @@ class Unit:
         if not (self.on_demand and self._is_stood_in()):
             self._open(_BACKWARD if _torch.backward_pass() != -1 else _FORWARD)
 
-    def after(self, part: nn.Module | None = None, *_: Any) -> None:
+    def after(self, part: nn.Module | None = None, _: Any = None, result: Any = None) -> None:
         """Forward has ended, in one way or another: a hook."""
         if torch.compiler.is_compiling() and _torch.in_one_graph():
             in_graphs.shut_unit(self)
         else:
-            self._end_forward(part)
+            self._end_forward(part, result)
 
     @_torch.out_of_graphs
-    def _end_forward(self, part: nn.Module | None) -> None:
+    def _end_forward(self, part: nn.Module | None, result: Any) -> None:
         self.depth -= 1
         if self.depth == 0:
             if self.is_open and not self.on_demand and _torch.backward_pass() != -1:  # a checkpoint may go on at once
@@ -210,9 +224,32 @@ class Unit:
                     if not self.on_demand:
                         if self._between is not None:
                             self._between.ended(self, part, self._held())
+                        self._leave_for_loss(result)
                         self.shut()
                 finally:
                     self.owner.leave()
+
+    def _leave_for_loss(self, result: Any) -> None:
+        """The outermost unit's parameters may be read until backward comes to them, as a loss reads those of a head:
+        whole, and of the same node. Who has the result has them. Where gradients are summed a penalty of what is whole
+        on each rank would count once for each of them.
+        """
+        if self is self.owner.units[0] and self.use is not None and self._between is None and self.policy.op == "mean":
+            left = Left(self.views)
+            own = {x.grad_fn for views in self.views for x in views}  # a node that has itself would never go
+            for x in tensors_of(result):
+                if x.grad_fn is not None and x.grad_fn not in own:
+                    x.grad_fn.metadata[_LEFT] = left
+            self._left = weakref.ref(left)
+
+    def _left_view(self, number: int, at: int) -> Tensor | None:
+        """What stood in the place of a parameter in the last forward, if backward has not come to it."""
+        left = None if self._left is None else self._left()
+        return None if left is None or _torch.backward_pass() != -1 else left.views[number][at]
+
+    def has_gradients(self) -> None:
+        """Backward has come to it."""
+        self._left = None
 
     def open_on_demand(self) -> bool:
         """Somebody looks for a parameter outside of this unit's forward; whether forward or backward is under way."""
