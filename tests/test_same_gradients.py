@@ -133,6 +133,31 @@ def test_it_is_asked_once_when_there_are_gradients() -> None:
     assert len(set(others)) == 1
 
 
+def replaced(model: Model, ids: Tensor) -> Tensor:
+    model.forward = lambda ids: model.layer(model.table(ids) ** 2)  # type: ignore[method-assign]
+    return model(ids)
+
+
+def in_parts(model: Model, ids: Tensor) -> Tensor:
+    return model.layer(model.table(ids))
+
+
+@pytest.mark.parametrize("run", [replaced, in_parts])
+def test_the_first_step_asks_if_no_method_has_run(run: Callable[[Model, Tensor], Tensor]) -> None:
+    def main(step_alike: bool) -> None:
+        mesh = mc.make_mesh({"dp": 2})
+        model = data_parallel(Model(), "dp", grads="mean", mesh=mesh)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        sgd.step()  # nobody has any
+        run(model, torch.arange(3) + (0 if step_alike else 3 * mesh.rank)).sum().backward()
+        sgd.step()
+        sgd.step()
+
+    with pytest.raises(mc.MeshError, match=r"weight' is another one on each rank[^!]*none of which is replaced"):
+        mc.launch(main, ranks=2, args=(False,))
+    mc.launch(main, ranks=2, args=(True,))
+
+
 def test_what_counts_as_the_same() -> None:
     def main(dtype: torch.dtype, values: list[float | None]) -> str:
         mesh = mc.make_mesh({"dp": 2})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -28,12 +28,13 @@ from meshcomm.parallel.alike import refuse_other_modules
 from meshcomm.parallel.computed_later import refuse_later
 from meshcomm.parallel.data.computed_again import follow, look_for_checkpoints, running, tensors_of
 from meshcomm.parallel.data.means import Mean
-from meshcomm.parallel.data.same_gradients import compare
+from meshcomm.parallel.data.same_gradients import compare, heard, wait_for_gradients
 from meshcomm.parallel.data.spread import Over, Spread
 from meshcomm.parallel.fewer_axes import Fewer
 from meshcomm.parallel.later_values import has_no_values, make_room
 from meshcomm.parallel.optimizers.gradient_dtypes import gradients_in
 from meshcomm.parallel.stand_ins import Site, leaves_of, seen_as, sites_of
+from meshcomm.watch import paused
 
 Grads = Literal["sum", "mean"]
 WHERE = "data_parallel"
@@ -84,6 +85,7 @@ class Replica:
         self.set_aside = -2  # the backward pass for which gradients are
         self.mean: Mean | None = None
         self.compared = False  # the gradients of the ranks
+        wait_for_gradients(self)
         self.passes = [-2, -2]  # the latest backward pass that reduced, and that collected
         self.last: list[int] = []  # the indices that were not done when last heard of
 
@@ -238,12 +240,23 @@ class Replica:
             )
         begins = self.passes[collecting] != mine
         self.passes[collecting] = mine
+        if begins:
+            heard(self)
         return begins
 
     def look_after(self, leaves: Sequence[Tensor]) -> None:
         """Compare the gradients of the ranks when the first backward pass that leaves any has ended."""
         if not self.compared and self.axis.size > 1 and not self.joined and not torch.is_grad_enabled():
             _torch.after_backward(functools.partial(self._compare_gradients, leaves))
+
+    def look_before_step(self, params: Container[int]) -> None:
+        """An optimiser steps, and nothing was reduced: gradients are the same if nothing is wrong."""
+        leaves = leaves_of(self._sites(), transformed=False)
+        if any(id(leaf) in params and leaf.grad is not None for leaf in leaves) and not self.joined:
+            heard(self)
+            if self.axis.size > 1 and not self.compared:
+                with paused(), torch.no_grad():
+                    self._compare_gradients(leaves)
 
     def _compare_gradients(self, leaves: Sequence[Tensor]) -> None:
         names = {id(p): name for name, p in self.module.named_parameters()}

@@ -1,4 +1,5 @@
-"""Whether the ranks have come to the same gradients, asked once for each module.
+"""Whether the ranks have come to the same gradients, asked once for each module: when its first backward pass that
+reduces some has ended, or, if there was none, before the first step of an optimiser that finds any.
 
 What a method does with parameters is reduced. What is done with them elsewhere is not, and is right only where all
 ranks do it with equal values, such as a penalty; else ``.grad`` is another one on each rank, and soon the parameters
@@ -8,11 +9,14 @@ are.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import NoReturn
+import weakref
+from collections.abc import Container, Sequence
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshcomm._torch import is_without_memory
 from meshcomm.collectives.agree import agree
@@ -22,6 +26,36 @@ from meshcomm.mesh import Axis
 _MISSING = -1.0
 _LEAST = {torch.float64: 1e-7, torch.float32: 1e-4}
 """From which difference of norms on: sums are the same bits on all ranks, and kernels of devices need not be."""
+
+
+class Unheard(Protocol):
+    """A module of whose gradients nothing was reduced yet."""
+
+    def look_before_step(self, params: Container[int]) -> None:
+        """Compare them if some of these parameters, by their ids, have any."""
+
+
+_unheard: weakref.WeakSet[Any] = weakref.WeakSet()
+_hooks: list[Any] = []
+
+
+def wait_for_gradients(state: Unheard) -> None:
+    """From now on the steps of all optimizers look for gradients of this one, until :func:`heard`."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+    _unheard.add(state)
+
+
+def heard(state: Unheard) -> None:
+    """Its gradients come as they should."""
+    _unheard.discard(state)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if _unheard and not torch.compiler.is_compiling():
+        params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for state in list(_unheard):
+            state.look_before_step(params)
 
 
 def compare(where: str, names: Sequence[str], leaves: Sequence[Tensor], axis: Axis) -> bool:
@@ -43,7 +77,8 @@ def _differ(where: str, name: str, found: Sequence[float], axis: Axis) -> NoRetu
         "methods, where gradients are not reduced.",
         got=f"norms {', '.join('none' if norm == _MISSING else f'{norm:.6g}' for norm in found[:8])} "
         f"along axis {axis.name!r}",
-        fix='use it in forward, or in a method named in methods=; or mc.pvary(parameter, axis) there with grads="sum"',
+        fix="use it in forward, or in a method named in methods=, none of which is replaced later; or "
+        'mc.pvary(parameter, axis) there with grads="sum"',
     )
 
 
