@@ -421,3 +421,25 @@ def tied() -> None:
 @pytest.mark.thorough
 def test_tied(pool4: Any) -> None:
     pool4.run(tied)
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("default")  # of the compiler, which looks for gradients where it may not
+def test_graphs_that_end_in_a_data_parallel_module() -> None:
+    """What ranks of one process do together goes into no graph, and runs as it is."""
+
+    def main() -> list[Tensor]:
+        mesh = mc.make_mesh({"dp": 2})
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).double()
+        mc.parallel.data_parallel(net, "dp", grads="mean", mesh=mesh)
+        whole = torch.arange(12, dtype=F64).view(4, 3) / 8
+        run = torch.compile(net, backend="eager") if compiled else net
+        for _ in range(2):
+            run(whole[2 * mesh.rank :][:2]).square().mean().backward()
+        return [p.grad for p in net.parameters() if p.grad is not None]
+
+    compiled = False
+    expected = mc.launch(main, ranks=2)
+    compiled = True
+    assert_close(mc.launch(main, ranks=2), expected, rtol=0, atol=1e-12)

@@ -118,6 +118,7 @@ class _First(threading.local):
 _last = _First()
 
 
+@_torch.out_of_graphs
 def _vary(leaves: list[Tensor], axis: Axis, bucket_mb: float, how: How) -> list[Tensor]:
     sums = _Sums(leaves, axis, bucket_mb, how)
     token: Tensor = _wait(sums, *leaves)

@@ -153,6 +153,7 @@ def seen_as(sites: Sequence[Site], values: Mapping[int, Tensor]) -> Iterator[Non
         _fill_recurrent(recurrent)
 
 
+@_torch.out_of_graphs
 def show_attributes(p: Tensor, x: Tensor) -> None:
     """What a user has set on a parameter is seen on what stands in its place."""
     for name, value in vars(p).items():
