@@ -6,6 +6,7 @@ import copy
 import functools
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -581,6 +582,28 @@ def test_under_fully_shard_and_by_its_name(capsys: pytest.CaptureFixture[str]) -
     assert said.count("tensor_parallel(..., axis='tp'):") == 1  # by one rank
     assert "layers.*.attention.o" in said
     assert "a rank sends per token and step" in said
+
+
+class TextAndPicture(nn.Module):
+    """Has a configuration, and wants both, as its forward says when it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=32, image_size=8, num_channels=3)
+        self.words, self.patches = nn.Embedding(32, 8), nn.Conv2d(3, 8, 4, 4)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, input_ids: Tensor | None = None, pixel_values: Tensor | None = None) -> Tensor:
+        if input_ids is None or pixel_values is None:
+            raise ValueError("both")
+        x = torch.cat([self.words(input_ids), self.patches(pixel_values).flatten(2).transpose(1, 2)], 1)
+        y: Tensor = self.down(torch.relu(self.up(x)))
+        return y
+
+
+def test_tokens_are_tried_together_with_pictures() -> None:
+    plan = auto_plan(TextAndPicture(), "tp", mesh=mc.make_mesh({"tp": 2}))
+    assert (plan["words"], plan["up"], plan["down"]) == ("vocab", "column", "row")
 
 
 def test_the_model_stays_as_it_is() -> None:

@@ -126,7 +126,8 @@ def _by_names(module: nn.Module, params: Mapping[str, inspect.Parameter], length
     chosen = [*first, *(["decoder_input_ids"] if both and "decoder_input_ids" in params else [])]
     if towers:
         chosen += [name for name in ("input_ids", "pixel_values") if name in params and name not in chosen]
-    for names in ([chosen] if chosen else []) + ([first] if first != chosen else []):
+    seen = [*chosen, "pixel_values"] if "pixel_values" in params and "pixel_values" not in chosen else []
+    for names in ([chosen] if chosen else []) + ([first] if first != chosen else []) + ([seen] if seen else []):
         given = {name: _MADE[name](module, length) for name in names}
         if "pixel_values" in given and given["pixel_values"].shape[-1] > 32:
             yield (), {**given, "pixel_values": _picture(module, length, 32)}  # what only convolves takes any size
