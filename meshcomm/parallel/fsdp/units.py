@@ -357,7 +357,8 @@ class Unit:
             fail(
                 "fully_shard",
                 'under torch.func and functional_call gradients are summed, and this module has grads="mean".',
-                fix='reduce the loss and shard with grads="sum", or use the functions of meshcomm.parallel.fsdp',
+                fix='reduce the loss and shard with grads="sum", or use the functions of meshcomm.parallel.fsdp; what '
+                "puts other parameters in the place of some, or ties them, goes before fully_shard",
             )
         self._show(views_as_function(self.groups))
 
