@@ -97,6 +97,11 @@ def _captions(rows: int) -> Batch:
     return {"input_ids": _tokens(rows)["input_ids"], "pixel_values": _pictures(8)(rows)["pixel_values"]}
 
 
+def _questions(rows: int) -> Batch:
+    """The same, and how likely each answer is."""
+    return {**_captions(rows), "labels": torch.rand(rows, CLASSES, generator=_draws(), dtype=torch.float64)}
+
+
 def _matched(model: nn.Module, batch: Batch) -> Tensor:
     """Rows by themselves: contrast with others would need those of all ranks."""
     found = model(**batch)
@@ -249,6 +254,9 @@ ZOO: tuple[Model, ...] = (
     _mixture("DeepseekV3", num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
              n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4,
              qk_nope_head_dim=4, v_head_dim=8, head_dim=4),
+    _mixture("Dots1", num_key_value_heads=4, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+             moe_intermediate_size=32, first_k_dense_replace=1, max_window_layers=2),
+    _mixture("Phimoe", num_local_experts=4, router_jitter_noise=0.0),
     _mixture("GptOss", num_local_experts=4, num_experts_per_tok=2, sliding_window=4),
     _fills_in("Bert", **_WIDE, **_STILL),
     _fills_in("Roberta", **{**_WIDE, "pad_token_id": 1}, **_STILL),
@@ -264,6 +272,7 @@ ZOO: tuple[Model, ...] = (
           num_mel_bins=8, max_source_positions=8, max_target_positions=16), _spectra, "encoder-decoder",
           generates=True),
     _sees("ViT", 8, **_SIGHT, **_STILL),
+    _sees("Dinov2", 8, **_SIGHT | {"mlp_ratio": 2}, **_STILL),
     _sees("Swin", 16, image_size=16, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4,
           drop_path_rate=0.0),
     _sees("ResNet", 16, embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic"),
@@ -285,6 +294,8 @@ ZOO: tuple[Model, ...] = (
           "two towers", _matched),
     Model("SigLIP", built("SiglipModel", "SiglipConfig", text_config=_TEXT, vision_config=_SIGHT), _captions,
           "two towers", _matched),
+    Model("ViLT", built("ViltForQuestionAnswering", "ViltConfig", **_TEXT, **_STILL, image_size=8, patch_size=4,
+          num_labels=CLASSES), _questions, "two towers"),
     Model("Llama with LoRA", _with_lora, _tokens, "adapted", generates=True),
 )  # fmt: skip
 

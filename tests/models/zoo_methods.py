@@ -147,7 +147,8 @@ def adds_up_as_one(module: nn.Module, model: Model) -> str:
     """Of a layer that runs several times one rank would add up the gradients in bfloat16, and units do it in float32;
     and what is float32 between blocks is not, where units cast their inputs."""
     config = getattr(module, "config", None)
-    if getattr(config, "residual_in_fp32", False) or getattr(config, "model_type", "") == "olmo2":  # its sines
+    kind = getattr(config, "model_type", "")
+    if getattr(config, "residual_in_fp32", False) or kind in ("olmo2", "vilt"):  # sines; how likely answers are
         return "units cast what one rank keeps in float32"
     return no_batch_norm(module, model) or ("one rank adds up in bfloat16" if model.repeats else "")
 

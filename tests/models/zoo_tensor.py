@@ -40,7 +40,8 @@ def has_auto(module: nn.Module, model: Model) -> str:
 
 NOT_IN_SEQUENCES = {
     "Albert": "attention and its residual stream are one module", "Rwkv": "tokens take from those before them",
-    "ViT": "five tokens", "Wav2Vec2": "39 frames", "Hubert": "39 frames", "LSTM": "no list of layers",
+    "ViT": "five tokens", "Dinov2": "five tokens", "ViLT": "thirteen tokens of both", "Wav2Vec2": "39 frames",
+    "Hubert": "39 frames", "LSTM": "no list of layers",
     "ConvNext": "pictures between layers", "Segformer": "pictures between layers", "Swin": "windows of pictures",
     "Llama with LoRA": "generate() of a part of what is cut",
 }  # fmt: skip
