@@ -26,6 +26,7 @@ from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
 from meshcomm.parallel.alike import refuse_other_modules
 from meshcomm.parallel.computed_later import refuse_later
+from meshcomm.parallel.cut_parameters import parts_of
 from meshcomm.parallel.data.computed_again import follow, look_for_checkpoints, running, tensors_of
 from meshcomm.parallel.data.means import Mean
 from meshcomm.parallel.data.same_gradients import compare, heard, wait_for_gradients
@@ -250,13 +251,18 @@ class Replica:
             _torch.after_backward(functools.partial(self._compare_gradients, leaves))
 
     def look_before_step(self, params: Container[int]) -> None:
-        """An optimiser steps, and nothing was reduced: gradients are the same if nothing is wrong."""
+        """An optimiser steps, and nothing was reduced: gradients are the same if nothing is wrong, but of slices."""
         leaves = leaves_of(self._sites(), transformed=False)
-        if any(id(leaf) in params and leaf.grad is not None for leaf in leaves) and not self.joined:
+        has_some = any(id(leaf) in params and leaf.grad is not None for leaf in leaves)
+        if not leaves or (has_some and not self.joined):
             heard(self)
-            if self.axis.size > 1 and not self.compared:
+            if has_some and self.axis.size > 1 and not self.compared:  # else it may be of another rank, or another mesh
+                own, parts = {*self.axis.own_ranks}, parts_of(self.module)
+                cut = {key for key, found in parts.items() for part in found
+                       if len(own & {*part.mesh.axis(part.axis).own_ranks}) > 1}  # fmt: skip
+                whole = [leaf for leaf in leaves if id(leaf) not in cut]
                 with paused(), torch.no_grad():
-                    self._compare_gradients(leaves)
+                    self._compare_gradients(whole)
 
     def _compare_gradients(self, leaves: Sequence[Tensor]) -> None:
         names = {id(p): name for name, p in self.module.named_parameters()}

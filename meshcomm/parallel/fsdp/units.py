@@ -239,7 +239,8 @@ class Unit:
             own = {x.grad_fn for views in self.views for x in views}  # a node that has itself would never go
             for x in tensors_of(result):
                 if x.grad_fn is not None and x.grad_fn not in own:
-                    x.grad_fn.metadata[_LEFT] = left
+                    kept: Any = x.grad_fn.metadata
+                    kept[_LEFT] = left
             self._left = weakref.ref(left)
 
     def _left_view(self, number: int, at: int) -> Tensor | None:
