@@ -163,6 +163,46 @@ def test_what_kernels_of_the_cpu_take_besides(fn: Callable[[Tensor], Tensor]) ->
     assert mc.dry_run(main, {"dp": 2}).peak_bytes == pytest.approx(most_of(main), rel=0.02)
 
 
+def convolved(dtype: torch.dtype = torch.float32, **how: Any) -> Callable[[], None]:
+    """Of images of 16 channels; few images, channels of a window and others are as the kernels want them."""
+    given = {"count": 4, "channels": 16, "size": 3, "groups": 1, "stride": 1, "transposed": False} | how
+    channels, size, groups = given["channels"], given["size"], given["groups"]
+    step = F.conv_transpose2d if given["transposed"] else F.conv2d
+
+    def main() -> None:
+        x = torch.randn(given["count"], channels, 20, 20).to(dtype).requires_grad_()
+        w, bias = (torch.randn(shape).to(dtype).requires_grad_() for shape in ((16, channels // groups, size, size), (16,)))
+        step(x, w, bias, stride=given["stride"], groups=groups).float().sum().backward()
+
+    return main
+
+
+@pytest.mark.parametrize(
+    "main",
+    [
+        convolved(),
+        convolved(channels=3),
+        convolved(channels=2),
+        convolved(size=1),
+        convolved(size=1, stride=2),
+        convolved(stride=2),
+        convolved(groups=4),
+        convolved(groups=16),
+        convolved(transposed=True),
+        convolved(count=1, size=5),
+        convolved(torch.float16),
+        convolved(torch.float16, size=1),
+        convolved(torch.float16, groups=4),
+        convolved(torch.float16, transposed=True),
+        convolved(torch.float64, channels=3, stride=2),
+    ],
+)
+def test_what_convolutions_of_the_cpu_take(main: Callable[[], None]) -> None:
+    """In blocks, or all windows beside each other, by dtype and by what torch leaves to whom."""
+    main()
+    assert mc.dry_run(main, {"dp": 2}).peak_bytes == pytest.approx(most_of(main), rel=0.02)
+
+
 def test_the_peak_is_that_of_processes(pool4: WorkerPool) -> None:
     """Within 2 %, on each rank."""
     ranks = pool4.run(measured)

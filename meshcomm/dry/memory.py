@@ -216,7 +216,7 @@ class LiveMemory:
                 piece = getattr(storage, _NAME)
             if adds:
                 piece.part = _GRADIENTS
-        self._see_workspace(func, operands, results)
+        self._see_workspace(func, args, operands, results)
 
     def _written_over(self, x: Tensor) -> None:
         """What is made next lies where ``x`` does."""
@@ -224,9 +224,11 @@ class LiveMemory:
         if piece is not None:
             self._devices[x.device.type].free(piece)
 
-    def _see_workspace(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    def _see_workspace(
+        self, func: Any, args: Sequence[Any], operands: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> None:
         """What a kernel takes while it runs."""
-        nbytes = workspace(func, operands, results) if results else 0
+        nbytes = workspace(func, args, operands, results) if results else 0
         storage = _storage(results[0]) if nbytes else None
         made: _Piece | None = getattr(storage, _NAME, None)
         if made is None or storage is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,11 @@ from meshcomm import _torch
 __all__ = ["workspace"]
 
 
-def workspace(func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> int:
-    """Bytes of an operation that gave ``results``."""
+def workspace(func: Any, args: Sequence[Any], operands: Sequence[Tensor], results: Sequence[Tensor]) -> int:
+    """Bytes of an operation that gave ``results``; ``operands``: the tensors that it was given."""
     name = _torch.operation_name(func)
+    if (convolution := _CONVOLUTIONS.get(name)) is not None:
+        return convolution(args, results)
     work = _WORKSPACES.get(name)
     if work is not None:
         return work([*operands, *results])
@@ -75,23 +77,100 @@ def _attention_backward(operands: Sequence[Tensor]) -> int:
     return copy + torch.get_num_threads() * (8 * rows * columns + 4 * rows + narrow)
 
 
-def _blocked(x: Tensor) -> int:
-    """Bytes of an image with its channels in blocks, as kernels of the CPU take it; few channels are none."""
-    channels, block = x.shape[1], 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
-    return 0 if channels < 4 else x.nbytes // channels * -(-channels // block) * block
+def _block() -> int:
+    """Channels of a block, as kernels of the CPU take images."""
+    return 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
 
 
-def _convolution(operands: Sequence[Tensor]) -> int:
-    """Its operands in blocks, then its result in blocks; what has no window takes them as they are."""
-    x, w, *_, y = operands
-    if math.prod(w.shape[2:]) == 1 or not y.is_cpu:
+def _blocked(x: Tensor, *dims: int) -> int:
+    """Bytes with these dims, an image's channels by default, in whole blocks."""
+    block, lengths = _block(), list(x.shape)
+    for dim in dims or (1,):
+        lengths[dim] = -(-lengths[dim] // block) * block
+    return math.prod(lengths) * x.itemsize
+
+
+class _Windows(NamedTuple):
+    """A convolution, and in whose kernel it is."""
+
+    x: Tensor
+    w: Tensor
+    y: Tensor
+    strided: bool
+    transposed: bool
+    groups: int
+
+    @staticmethod
+    def of(x: Tensor, w: Tensor, y: Tensor, stride: Sequence[int], transposed: bool, groups: int) -> _Windows:
+        """With what torch's operations are given."""
+        return _Windows(x, w, y, any(step > 1 for step in stride), transposed, groups)
+
+    @property
+    def small(self) -> bool:
+        """Whether each element is computed of one alone."""
+        return math.prod(self.w.shape[2:]) == 1
+
+    @property
+    def by_onednn(self) -> bool:
+        """Whether torch leaves it to oneDNN: not what that cannot do, nor what is little."""
+        x, least = self.x, min(self.w.shape[2:][-2:])
+        if x.dtype != torch.float32 and not (x.dtype == torch.bfloat16 and _block() == 16):
+            return False
+        if self.small and not self.strided and len(x) < 16 and torch.get_num_threads() == 1:
+            return False
+        return self.groups > 1 or least > 3 or len(x) > 1 or x.numel() > 20480
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether oneDNN takes images in blocks: groups of channels only if they are blocks, or one channel each."""
+        return self.groups in (1, self.x.shape[1]) or self.x.shape[1] // self.groups % _block() == 0
+
+    @property
+    def columns(self) -> int:
+        """Bytes of all windows of a group, one beside the other."""
+        moved = self.x if self.transposed else self.y
+        count = 0 if self.small and not self.strided else math.prod(self.w.shape[1:])
+        return count * moved[:, 0].numel() * moved.itemsize
+
+
+def _convolution(args: Sequence[Any], results: Sequence[Tensor]) -> int:
+    """oneDNN's: operands in blocks, images of few channels as they are; then its result in blocks. Others: windows."""
+    y, (x, w, _, stride, _, _, transposed, _, groups) = results[0], args
+    if not y.is_cpu:
         return 0
-    return max(_blocked(x) + w.nbytes + _blocked(y) - y.nbytes, _blocked(y))
+    one = _Windows.of(x, w, y, stride, transposed, groups)
+    if not one.by_onednn:
+        return one.columns if groups == 1 else max(y.nbytes, x.nbytes // groups + one.columns)
+    if not one.in_blocks:
+        return max(y.nbytes, torch.get_num_threads() * one.columns // len(x))
+    image = 0 if x.shape[1] < 4 else _blocked(x)
+    return max(image + _blocked(w, 0) + _blocked(y) - y.nbytes, _blocked(y))
 
 
-def _convolution_backward(operands: Sequence[Tensor]) -> int:
-    g, x, w = operands[:3]
-    return 0 if math.prod(w.shape[2:]) == 1 or not x.is_cpu else _blocked(g) + _blocked(x)
+def _convolution_backward(args: Sequence[Any], results: Sequence[Tensor]) -> int:
+    """First the gradient of the image, then that of the weight, each in blocks; a copy of what comes in stays."""
+    g, x, w, _, stride, _, _, transposed, _, groups, (of_image, _, of_bias) = args
+    if not x.is_cpu:
+        return 0
+    one = _Windows.of(x, w, g, stride, transposed, groups)
+    made, own = sum(each.nbytes for each in results), x.nbytes if of_image else 0
+    copy = 0 if g.is_contiguous() else g.nbytes
+    if not one.by_onednn:
+        if groups > 1:
+            return max(made, (g.nbytes + x.nbytes) // groups + one.columns)
+        columns = one.columns // len(x) if transposed else one.columns
+        return max(copy + columns, _wide(g) - w.nbytes if of_bias else 0)
+    first = x.shape[1] == 3 or (x.shape[1] < 4 and _block() == 16)
+    if not one.in_blocks:
+        steps = [2 * own, own + w.nbytes + torch.get_num_threads() * (one.columns // len(x) + 4 * w.nbytes)]
+    else:
+        of_weight = _blocked(w, 0) if first else _blocked(w, 0, 1)
+        steps = [own + of_weight + w.nbytes, own + _blocked(g) + of_weight + (0 if first else _blocked(x))]
+        if of_image and one.strided and not transposed:
+            steps += [x.nbytes + _blocked(g) + _blocked(w, 0, 1), 3 * own]
+        elif of_image:
+            steps.append(_blocked(x) + max(_blocked(g) + _blocked(w, 0, 1), own))
+    return max(0, copy + max(steps) - made)
 
 
 def _nothing_but_copies(operands: Sequence[Tensor]) -> int:
@@ -140,7 +219,10 @@ _WORKSPACES: dict[str, Callable[[Sequence[Tensor]], int]] = {
     "aten::scatter_": lambda operands: _wide(operands[-1]),
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+}
+"""Bytes that kernels take while they run, where it is much: of the operands, and the results behind them."""
+_CONVOLUTIONS: dict[str, Callable[[Sequence[Any], Sequence[Tensor]], int]] = {
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
 }
-"""Bytes that kernels take while they run, where it is much."""
+"""The same of all arguments, and the results."""
