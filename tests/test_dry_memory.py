@@ -163,6 +163,59 @@ def test_what_kernels_of_the_cpu_take_besides(fn: Callable[[Tensor], Tensor]) ->
     assert mc.dry_run(main, {"dp": 2}).peak_bytes == pytest.approx(most_of(main), rel=0.02)
 
 
+def test_gradients_that_are_kept_are_not_added_to() -> None:
+    """As the halves of backward do that a pipeline leaves for later."""
+
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+            kept.append(g)
+            return g.clone()
+
+    def main(fn: Callable[[Tensor], Tensor]) -> None:
+        x = torch.randn(100, 100, requires_grad=True)
+        for _ in range(3):
+            x = x + fn(F.layer_norm(x, (100,)))
+        x.cos().sum().backward()
+        kept.clear()
+
+    kept: list[Tensor] = []
+    for fn in (Kept.apply, torch.exp):
+        assert mc.dry_run(lambda fn=fn: main(fn), {"dp": 2}).peak_bytes == pytest.approx(
+            most_of(lambda fn=fn: main(fn)), rel=0.02
+        )
+
+
+IMAGES, MATRIX = (2, 8, 20, 20), (200, 200)
+TAKING: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
+    "roll": (MATRIX, lambda x: x.roll((3, 2), (0, 1))),
+    "roll flat": (MATRIX, lambda x: x.roll(3)),
+    "unfold": (IMAGES, lambda x: F.unfold(x, 3)),
+    "fold": ((4, 72, 324), lambda x: F.fold(x, (20, 20), 3)),
+    "kthvalue": (MATRIX, lambda x: x.kthvalue(5, 1).values),
+    "bicubic": (IMAGES, lambda x: F.interpolate(x, scale_factor=2, mode="bicubic")),
+    "reflected": (IMAGES, lambda x: F.pad(x, (2, 2, 2, 2), mode="reflect")),
+    "batch norm": (IMAGES, lambda x: F.relu(F.batch_norm(x, None, None, training=True))),
+    "last dim": (MATRIX, lambda x: half(x).index_select(1, torch.arange(50)).float()),
+    "huber": (MATRIX, lambda x: F.huber_loss(half(x), torch.zeros_like(half(x))).float()),
+    "expanded product": (MATRIX, lambda x: torch.bmm(x[None], x[None])),
+}
+
+
+@pytest.mark.parametrize("name", TAKING)
+def test_what_more_kernels_of_the_cpu_take(name: str) -> None:
+    def main() -> None:
+        shape, fn = TAKING[name]
+        fn(torch.randn(shape).requires_grad_()).sum().backward()
+
+    main()
+    assert mc.dry_run(main, {"dp": 2}).peak_bytes == pytest.approx(most_of(main), rel=0.02)
+
+
 def convolved(dtype: torch.dtype = torch.float32, **how: Any) -> Callable[[], None]:
     """Of images of 16 channels; few images, channels of a window and others are as the kernels want them."""
     given = {"count": 4, "channels": 16, "size": 3, "groups": 1, "stride": 1, "transposed": False} | how
@@ -171,7 +224,9 @@ def convolved(dtype: torch.dtype = torch.float32, **how: Any) -> Callable[[], No
 
     def main() -> None:
         x = torch.randn(given["count"], channels, 20, 20).to(dtype).requires_grad_()
-        w, bias = (torch.randn(shape).to(dtype).requires_grad_() for shape in ((16, channels // groups, size, size), (16,)))
+        w, bias = (
+            torch.randn(shape).to(dtype).requires_grad_() for shape in ((16, channels // groups, size, size), (16,))
+        )
         step(x, w, bias, stride=given["stride"], groups=groups).float().sum().backward()
 
     return main

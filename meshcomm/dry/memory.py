@@ -202,7 +202,7 @@ class LiveMemory:
         name = _torch.operation_name(func)
         if node is not None and node.name().endswith(_OF_TORCH) and (name in _IN_PLACE or _adds_up(name, operands)):
             self._written_over(operands[0])
-        own = _UNREDUCED.get(name, _nothing)(operands)
+        own = _LARGER.get(name, _nothing)(operands)
         for x in (*results, *operands[:1]) if adds else results:
             storage = _storage(x)
             if storage is None:
@@ -290,18 +290,41 @@ def _all_losses(operands: Sequence[Tensor]) -> int:
     return math.prod(shape) * operands[0].itemsize
 
 
-_UNREDUCED = {
+def _as_given(operands: Sequence[Tensor]) -> int:
+    return operands[0].nbytes
+
+
+_LARGER = {"aten::im2col": _as_given, "aten::col2im": _as_given} | {
     f"aten::{name}": _all_losses for name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
 }
-"""Losses whose mean or sum torch leaves in the memory of what it was made of, a loss for each element."""
+"""Results whose memory is larger than they are: the mean or sum of losses, which lies where a loss for each element
+was; and what was made as large as what it is made of, to be shrunk.
+"""
 _IN_PLACE = frozenset(f"aten::{name}" for name in ("scatter_add", "scatter", "index_add", "index_put"))
 """What autograd's own backwards do in the zeros that they have made, where tensors have memory."""
 _OF_TORCH = "Backward0", "Backward1", "Backward2"
 
 
+def _references(operands: Sequence[Any]) -> int:
+    """How many Python has to the first one."""
+    x = operands[0]
+    return sys.getrefcount(x)
+
+
+def _unheld() -> int:
+    args = object(), object()
+    return _references([*args]) + 1
+
+
+_UNHELD = _unheld()
+"""As many as there are to an operand that nobody has but who is called with it, and autograd."""
+
+
 def _adds_up(name: str, operands: Sequence[Tensor]) -> bool:
     """Whether gradients of one value are added up: in the memory of the first one, where nobody else has that."""
     if name != "aten::add" or len(operands) != 2 or torch.is_grad_enabled():
+        return False
+    if _references(operands) > _UNHELD:  # a Function of the program's, or a hook, keeps it
         return False
     x, y = operands
     return (

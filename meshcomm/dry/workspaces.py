@@ -25,8 +25,8 @@ __all__ = ["workspace"]
 def workspace(func: Any, args: Sequence[Any], operands: Sequence[Tensor], results: Sequence[Tensor]) -> int:
     """Bytes of an operation that gave ``results``; ``operands``: the tensors that it was given."""
     name = _torch.operation_name(func)
-    if (convolution := _CONVOLUTIONS.get(name)) is not None:
-        return convolution(args, results)
+    if (asked := _OF_ARGUMENTS.get(name)) is not None:
+        return asked(args, results)
     work = _WORKSPACES.get(name)
     if work is not None:
         return work([*operands, *results])
@@ -173,6 +173,20 @@ def _convolution_backward(args: Sequence[Any], results: Sequence[Tensor]) -> int
     return max(0, copy + max(steps) - made)
 
 
+def _roll(args: Sequence[Any], results: Sequence[Tensor]) -> int:
+    """Along each dim one result; of all elements, in their order, a copy of what does not lie so."""
+    x, shifts, *dims = args
+    if not any(dims):
+        return _nothing_but_copies([x])
+    return x.nbytes if len(shifts) > 1 else 0
+
+
+def _index_add(args: Sequence[Any], results: Sequence[Tensor]) -> int:
+    """Along the last dim as ``scatter_add``."""
+    x, dim, *_ = args
+    return _wide(x) if x.ndim > 1 and dim % x.ndim == x.ndim - 1 else 0
+
+
 def _nothing_but_copies(operands: Sequence[Tensor]) -> int:
     """Kernels that go through memory from front to end take copies of what does not lie so."""
     return sum(x.numel() * x.itemsize for x in operands if x.is_cpu and not x.is_contiguous())
@@ -182,6 +196,21 @@ def _products(operands: Sequence[Tensor]) -> int:
     """Those of BLAS want rows or columns that lie together."""
     lying = [x for x in operands if x.ndim == 2 and x.is_cpu and not (x.is_contiguous() or x.t().is_contiguous())]
     return sum(x.numel() * x.itemsize for x in lying if 0 in x.stride())
+
+
+def _is_dense(x: Tensor) -> bool:
+    return x.is_cpu and x.is_contiguous()
+
+
+def _batched_products(operands: Sequence[Tensor]) -> int:
+    """The same, of one matrix of a batch at a time."""
+    lying = [x[0] for x in operands if x.ndim == 3 and x.is_cpu and len(x) and 1 not in x.stride()[1:]]
+    return max([x.numel() * x.itemsize for x in lying], default=0)
+
+
+def _windows(operands: Sequence[Tensor]) -> int:
+    """Room as large as the image, which then grows."""
+    return operands[0].nbytes + _nothing_but_copies(operands[:1])
 
 
 def _one_more(operands: Sequence[Tensor]) -> int:
@@ -201,16 +230,23 @@ def _wide(x: Tensor) -> int:
 _HALF = torch.bfloat16, torch.float16
 _COPYING = (
     "_softmax_backward_data", "_log_softmax_backward_data", "gelu_backward", "native_layer_norm_backward",
-    "native_group_norm_backward", "embedding_dense_backward", "avg_pool2d_backward",
-    "max_pool2d_with_indices_backward", "upsample_nearest2d_backward",
+    "native_group_norm_backward", "embedding_dense_backward", "avg_pool2d_backward", "col2im",
+    "max_pool2d_with_indices_backward", "upsample_nearest2d_backward", "upsample_bilinear2d_backward",
+    "upsample_bicubic2d_backward", "reflection_pad1d_backward", "reflection_pad2d_backward",
+    "reflection_pad3d_backward", "grid_sampler_2d_backward",
 )  # fmt: skip
 _WORKSPACES: dict[str, Callable[[Sequence[Tensor]], int]] = {
     **{f"aten::{name}": _nothing_but_copies for name in _COPYING},
+    "aten::native_batch_norm_backward": lambda operands: operands[1].nbytes if _is_dense(operands[0]) else 0,
     "aten::mm": _products,
+    "aten::bmm": _batched_products,
+    "aten::im2col": _windows,
     "aten::logsumexp": _one_more,
     "aten::median": _one_more,
+    "aten::kthvalue": lambda operands: operands[0].nbytes + 8 * operands[0].numel(),
     "aten::mse_loss": _mean_of_losses,
     "aten::smooth_l1_loss": _mean_of_losses,
+    "aten::huber_loss": _mean_of_losses,
     "aten::binary_cross_entropy_with_logits": lambda operands: operands[0].nbytes + _mean_of_losses(operands),
     "aten::gather": lambda operands: _wide(operands[-1]),
     "aten::scatter_add": lambda operands: _wide(operands[-1]),
@@ -221,8 +257,11 @@ _WORKSPACES: dict[str, Callable[[Sequence[Tensor]], int]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
 }
 """Bytes that kernels take while they run, where it is much: of the operands, and the results behind them."""
-_CONVOLUTIONS: dict[str, Callable[[Sequence[Any], Sequence[Tensor]], int]] = {
+_OF_ARGUMENTS: dict[str, Callable[[Sequence[Any], Sequence[Tensor]], int]] = {
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
+    "aten::index_add": _index_add,
+    "aten::index_add_": _index_add,
+    "aten::roll": _roll,
 }
 """The same of all arguments, and the results."""

@@ -263,7 +263,7 @@ class DryLink(Defaults):
         return cast(Tensor, _result(self._like(like), x))
 
     def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
-        """Bytes as they were posted; of all else only the shapes."""
+        """Bytes as they were posted; of all else only the shapes. What the CPU sends lies where it is read at once."""
         for x, dst, tag in posts:
             held = None if _torch.is_without_memory(x) else x.clone()
             self._run.post(self._message(self._run.rank, self._ranks[dst], tag), held)
@@ -272,7 +272,7 @@ class DryLink(Defaults):
             message = self._message(self._ranks[src], self._run.rank, tag)
             held = self._run.take(message) if dtype is torch.uint8 else None
             got.append(self._new(shape, torch.empty(0, dtype=dtype, device=device)) if held is None else held)
-        return cast("list[Tensor]", _result(got, posts))
+        return cast("list[Tensor]", _result(got, [x for x, *_ in posts if not x.is_cpu]))
 
     def _message(self, src: int, dst: int, tag: int) -> Message:
         return self.name, src, dst, tag, self._count(src, dst, tag)
