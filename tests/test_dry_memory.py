@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from conftest import WorkerPool
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -188,6 +189,19 @@ def test_gradients_that_are_kept_are_not_added_to() -> None:
         assert mc.dry_run(lambda fn=fn: main(fn), {"dp": 2}).peak_bytes == pytest.approx(
             most_of(lambda fn=fn: main(fn)), rel=0.02
         )
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_keep_random_states(reentrant: bool) -> None:
+    def main() -> None:
+        x = torch.randn(20, 20, requires_grad=True)
+        for _ in range(5):
+            x = torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=reentrant)  # type: ignore[no-untyped-call]
+        x.sum().backward()
+
+    read = torch.get_rng_state
+    assert mc.dry_run(main, {"dp": 2}).peak_bytes == pytest.approx(most_of(main), rel=0.02)
+    assert torch.get_rng_state is torch.random.get_rng_state is read
 
 
 IMAGES, MATRIX = (2, 8, 20, 20), (200, 200)

@@ -57,10 +57,11 @@ def without_memory() -> contextlib.AbstractContextManager[object]:
 
 
 @contextlib.contextmanager
-def handled_without_memory(handle: Handle) -> Iterator[None]:
+def handled_without_memory(handle: Handle, states: Callable[[Tensor], object] = lambda x: None) -> Iterator[None]:
     """The same, where ``handle(func, args, kwargs, go)`` gives the results of each operation of torch's: ``go()`` is
     what torch would give. What has memory may be an operand. ``data_ptr()`` is a number that tells tensors apart as an
-    address would; that of a storage is a RuntimeError, and no 0 for all. ``copy.deepcopy`` copies.
+    address would; that of a storage is a RuntimeError, and no 0 for all. ``copy.deepcopy`` copies. ``states`` is told
+    of each random state that is read, by checkpoints too, which is no operation and has memory.
     """
     if _fake_mode is None or _fake_tensor is None:
         fail("dry_run", **lack(_MODE if _fake_mode is None else _TENSOR))
@@ -93,8 +94,12 @@ def handled_without_memory(handle: Handle) -> Iterator[None]:
 
     mode: Any = Handled(allow_non_fake_inputs=True)
     mode._allow_unsafe_data_ptr_access = False
-    with _ways_of_their_own(), mode:
-        yield
+    before, _told.states = _told.states, states
+    try:
+        with _ways_of_their_own(), mode:
+            yield
+    finally:
+        _told.states = before
 
 
 @functools.cache
@@ -116,11 +121,26 @@ _METHODS: dict[str, Callable[..., Any]] = {}
 _lock, _inside = threading.Lock(), [0]
 
 
+class _Told(threading.local):
+    states: Callable[[Tensor], object] | None = None
+
+
+_told, _read_state = _Told(), torch.get_rng_state
+
+
+def _told_state() -> Tensor:
+    x = _read_state()
+    if _told.states is not None:
+        _told.states(x)
+    return x
+
+
 @contextlib.contextmanager
 def _ways_of_their_own() -> Iterator[None]:
-    """Tensors without memory have their own methods for what torch does by address."""
+    """Tensors without memory have their own methods for what torch does by address; who reads random states is told."""
     with _lock:
         _inside[0] += 1
+        torch.get_rng_state = torch.random.get_rng_state = _told_state
         for name, method in _METHODS.items():
             setattr(_fake_tensor, name, method)
     try:
@@ -128,8 +148,10 @@ def _ways_of_their_own() -> Iterator[None]:
     finally:
         with _lock:
             _inside[0] -= 1
-            for name in () if _inside[0] else _METHODS:
-                delattr(_fake_tensor, name)
+            if not _inside[0]:
+                torch.get_rng_state = torch.random.get_rng_state = _read_state
+                for name in _METHODS:
+                    delattr(_fake_tensor, name)
 
 
 def _copied(x: Tensor, memo: dict[int, Any]) -> Any:

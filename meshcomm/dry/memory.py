@@ -218,6 +218,15 @@ class LiveMemory:
                 piece.part = _GRADIENTS
         self._see_workspace(func, args, operands, results)
 
+    def hold(self, x: Tensor) -> None:
+        """What was made with memory, and by no operation: a random state, which a checkpoint keeps."""
+        storage, device = x.untyped_storage(), self._devices.setdefault(x.device.type, _Device())
+        piece: Any = _Piece(storage, device.free)
+        piece.said = piece.nbytes = int(storage.nbytes())
+        piece.part, (piece.site, _) = _OTHER, _frames()
+        storage._meshcomm_piece = piece  # type: ignore[attr-defined]
+        device.add(piece, "a random state")
+
     def _written_over(self, x: Tensor) -> None:
         """What is made next lies where ``x`` does."""
         piece: _Piece | None = getattr(_storage(x), _NAME, None)

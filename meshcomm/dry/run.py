@@ -399,7 +399,8 @@ class Program:
                 mesh.axis(mesh.axis_names[0])  # the trace is of this rank, though it may call nothing
                 if self._measured:
                     stack.enter_context(memory.watching(world))
-                stack.enter_context(_torch.handled_without_memory(operations))
+                states = memory.hold if self._measured else lambda x: None
+                stack.enter_context(_torch.handled_without_memory(operations, states))
                 try:
                     self._call(log)
                 except MissingError as missing:
