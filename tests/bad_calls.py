@@ -1206,6 +1206,7 @@ DRY_RUNS: list[tuple[str, Callable[[], Any], str]] = [
     ("where a storage lies", lambda: mc.dry_run(lambda: torch.randn(3).untyped_storage().data_ptr(), {"dp": 2}),
      r"bad_calls.py:\d+ asks where a storage lies"),
     ("a file of values", lambda: mc.dry_run(lambda: torch.save(torch.randn(3), io.BytesIO()), {"dp": 2}), r"is pickled, or saved"),
+    ("a program of arguments", lambda: mc.dry_run(cast(Any, lambda rows: rows), {"dp": 2}), r"fn is called without arguments, and has some.*'rows'"),
     ("bytes that nobody sends", lambda: mc.dry_run(lambda: mc.rank() or mc.recv_object("dp", 1), {"dp": 2}), r"receives bytes from rank 1 that"),
 ]  # fmt: skip
 for cause, call, said in DRY_RUNS:
@@ -1220,7 +1221,8 @@ HARDWARE: list[tuple[str, Callable[[], Any], str]] = [
     ("negative", lambda: mc.hardware("h100", memory_bandwidth=-1.0), r"memory_bandwidth=-1.0 makes no sense"),
     ("zero", lambda: mc.hardware("h100", flops={"bfloat16": 0}), r"flops\['bfloat16'\]=0 makes no sense"),
     ("not a number", lambda: mc.hardware("h100", memory=float("nan")), r"memory=nan makes no sense"),
-    ("TFLOP/s", lambda: mc.hardware("h100", flops=dict.fromkeys(mc.hardware("h100").flops, 989)), r"is more than flops = 989"),
+    ("TFLOP/s", lambda: mc.hardware("h100", flops={"bfloat16": 989}), r"flops\['bfloat16'\]=989 is less than any machine does"),
+    ("GFLOP/s", lambda: mc.hardware("h100", flops=dict.fromkeys(mc.hardware("h100").flops, 989e3)), r"is more than flops = 9.89e\+05"),
     ("no dtype", lambda: mc.hardware("h100", flops={"bf16": 1e15}), r"'bf16' is no dtype"),
     ("microseconds", lambda: mc.hardware("h100", within=(1.9, 3.7e11)), r"within.latency=1.9 is more than a second"),
     ("half a link", lambda: mc.hardware("h100", within=3.7e11), r"is no link"),

@@ -289,6 +289,18 @@ def test_values_of_the_program_are_known_and_others_are_given() -> None:
         assert seen == [5.0, *expected]
 
 
+def test_numbers_that_are_printed_are_read() -> None:
+    seen: list[str] = []
+
+    def main() -> None:
+        loss = torch.randn(3, requires_grad=True).sum()
+        seen.extend([f"{loss:.3f}", f"{loss:>5.1f}", f"{torch.tensor(2.5):.2f}"])
+
+    run = mc.dry_run(main, {"dp": 4}, host_values=1.5)
+    assert seen == ["1.500", "  1.5", "2.50"]
+    assert run.host_reads[0].count == 2
+
+
 @pytest.mark.parametrize(
     ("capacity", "given", "sent"), [(None, None, 4), (None, 4, 4), (3, None, 3), (3, 2, 2), (0, None, 0)]
 )

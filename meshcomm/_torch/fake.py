@@ -182,7 +182,14 @@ def _part_of_copy(x: Tensor, memo: dict[int, Any]) -> Tensor:
     return x.new_empty(0).set_(memo[key], x.storage_offset(), x.size(), x.stride())
 
 
-_METHODS.update(__deepcopy__=_copied, data_ptr=lambda x: _place(x))
+def _formatted(x: Tensor, spec: str) -> str:
+    """``f"{loss:.3f}"``: torch reads the number of what is a Tensor and of no class of its own."""
+    if not x.ndim and kind_of(x) is Tensor:
+        return format(x.detach().item(), spec)
+    return object.__format__(x, spec)
+
+
+_METHODS.update(__deepcopy__=_copied, __format__=_formatted, data_ptr=lambda x: _place(x))
 
 
 def _let_go(mode: Any) -> None:

@@ -23,7 +23,7 @@ _WHERE = "hardware"
 _HERE = "this machine"
 _FORMAT = "meshcomm hardware 1"
 _LITTLE = 10_000
-"""Bytes, or bytes per second: less is another unit."""
+"""Bytes, or bytes and operations per second: less is another unit."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +223,10 @@ def checked(given: Hardware) -> Hardware:
                 f"{name}={size!r} is less than any machine has.",
                 fix="bytes, and bytes per second: 80e9, not 80",
             )
+    for name, rate in rates.items():
+        if rate < _LITTLE:
+            fix = "operations per second: 9.9e14, not 989"
+            fail(_WHERE, f"{name}={rate!r} is less than any machine does.", fix=fix)
     for name, share in shares.items():
         if share > 1:
             fail(_WHERE, f"{name}_efficiency={share!r} is more than all.", fix="a share, at most 1")

@@ -235,6 +235,13 @@ def dry_run(
             f"fn is not callable but {type(fn).__name__}.",
             fix="a function without arguments: one rank's program",
         )
+    try:
+        inspect.signature(fn).bind()
+    except TypeError as error:
+        what = f"fn is called without arguments, and has some: {error}."
+        fail(_WHERE, what, fix="lambda: train(model_size), or functools.partial")
+    except ValueError:  # one of C's, of which nothing is known
+        pass
     if dry_world() is not None:
         fail(_WHERE, "called inside of a dry run.", fix="call it outside; mc.is_dry() says where one is")
     program = Program(fn, shape, names, host_values)
