@@ -16,6 +16,7 @@ n = number of ranks in the group.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -30,8 +31,10 @@ from meshcomm.errors import fail
 from meshcomm.runtime.call import Post, Want, told
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.pending import Pending
+from meshcomm.runtime.process.neighbours import SWITCH
 from meshcomm.runtime.process.reuse import Reserve
 from meshcomm.runtime.transports import dtypes, exact
+from meshcomm.runtime.transports.algorithms import LARGE
 from meshcomm.runtime.transports.dry.places import by_program
 from meshcomm.runtime.transports.dry.world import DryWorld, Message, here
 from meshcomm.runtime.transports.protocol import Defaults, Empty, Link
@@ -131,7 +134,7 @@ class DryLink(Defaults):
         self.orders: dict[Any, list[list[int]]] = {}
         if world.reserve is None:
             world.reserve = Reserve(lambda: 0.0, lambda: True)
-        self._empty = world.reserve.empty
+        self._empty, self._shares = world.reserve.empty, os.environ.get(SWITCH) != "0"
         self.ledger = Ledger()
 
     @property
@@ -168,8 +171,14 @@ class DryLink(Defaults):
         return self._new(x.shape, x)
 
     def _reduced(self, shape: Sequence[int], x: Tensor, op: str, given: Any) -> Tensor:
-        """The result of a reduction of parts of this shape; the CPU's are added here."""
-        y = self._new(shape, x)
+        """The result of a reduction of parts of this shape; the CPU's are added here. Where processes share no memory,
+        what the others have sent has room of its own: their parts, or all that they have of what is small.
+        """
+        room = None
+        if not self._shares and x.is_cpu and (given is not None or self.size > 2):
+            count = 1 if given is not None or x.nbytes * self.size > LARGE else self.size
+            room = x.new_empty(count * x.numel())
+        given, y = (given, room), self._new(shape, x)
         return cast(Tensor, _result(y, given, dtypes.spare_bytes(op, x.dtype, y.numel(), self.size) if x.is_cpu else 0))
 
     def agree(self, values: Sequence[int], src: int | None = None, op: str = "") -> list[list[int]]:
