@@ -113,7 +113,7 @@ class Log:
             payload, wire = bytes_of_several(what, link.size)
         else:
             x, *given = what.args
-            payload, wire = bytes_of(what.name, math.prod(x.shape), x.element_size(), given, link.size, link.index)
+            payload, wire = bytes_of(what.name, math.prod(x.shape), x.dtype.itemsize, given, link.size, link.index)
         posts, wants = what.messages
         me = self.rank
         sent = [(self._letter(group, me, link.ranks[dst], tag), x.nbytes) for x, dst, tag in posts]

@@ -37,8 +37,9 @@ from meshcomm.runtime.transports import dtypes, exact
 from meshcomm.runtime.transports.algorithms import LARGE
 from meshcomm.runtime.transports.dry.places import by_program
 from meshcomm.runtime.transports.dry.world import DryWorld, Message, here
-from meshcomm.runtime.transports.protocol import Defaults, Empty, Link
+from meshcomm.runtime.transports.protocol import Defaults, Empty, Link, Parts
 
+_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _ALL, _RUNS, _SAID = -1, -1, -2
 """To everybody; what stands for a tag where bytes are cut into runs, and where a rank says something to all."""
 
@@ -174,11 +175,10 @@ class DryLink(Defaults):
         """The result of a reduction of parts of this shape; the CPU's are added here. Where processes share no memory,
         what the others have sent has room of its own: their parts, or all that they have of what is small.
         """
-        room = None
-        if not self._shares and x.is_cpu and (given is not None or self.size > 2):
-            count = 1 if given is not None or x.nbytes * self.size > LARGE else self.size
-            room = x.new_empty(count * x.numel())
-        given, y = (given, room), self._new(shape, x)
+        if not self._shares and x.is_cpu:
+            count = 1 if given is not None or x.nbytes * self.size > LARGE else self.size if self.size > 2 else 0
+            given = x, x.new_empty(count * x.numel())
+        y = self._new(shape, x)
         return cast(Tensor, _result(y, given, dtypes.spare_bytes(op, x.dtype, y.numel(), self.size) if x.is_cpu else 0))
 
     def agree(self, values: Sequence[int], src: int | None = None, op: str = "") -> list[list[int]]:
@@ -204,8 +204,16 @@ class DryLink(Defaults):
         return self._reduced(x.shape, x, op, None)
 
     def all_reduce_own(self, x: Tensor, op: str) -> Tensor:
-        """In place."""
-        return self.all_reduce(x, op) if _host(x) or op in exact.EXACT else cast(Tensor, _result(x))
+        """In place, but for the CPU's, which processes read where it was copied to."""
+        return self.all_reduce(x, op) if x.is_cpu or op in exact.EXACT else cast(Tensor, _result(x))
+
+    def takes_parts(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """As processes that share memory do, which copy them there."""
+        return self._shares and told.later and device.type == "cpu" and dtype in _FLOATS
+
+    def sum_parts(self, x: Parts) -> Tensor:
+        """As large as all of them."""
+        return self._reduced(x.shape, torch.empty(0, dtype=x.dtype, device="cpu"), "sum", None)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """n times as large."""
