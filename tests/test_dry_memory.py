@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from conftest import WorkerPool
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import meshcomm as mc
 from meshcomm import _torch, parallel
@@ -22,8 +22,9 @@ PLAN = {"blocks.*.0": "column", "blocks.*.2": "row", "embed": "replicated", "hea
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, again: bool = False) -> None:
         super().__init__()
+        self.again = again
         self.embed, self.head = nn.Embedding(WORDS, D), nn.Linear(D, WORDS)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D)) for _ in range(3)
@@ -32,7 +33,7 @@ class Net(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for block in self.blocks:
-            x = x + block(x)
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.again else block(x))
         return self.head(x)
 
 
@@ -63,6 +64,15 @@ def stages() -> None:
         optimizer.zero_grad()
 
 
+def replicas() -> None:
+    """A sum over shards, and then over replicas, is under way while the layers before are computed again."""
+    net = Net(again=True)
+    train(
+        parallel.fully_shard(net, "a", replica_axis="b", grads="mean", units=["blocks.*"], param_dtype=torch.bfloat16),
+        4,
+    )
+
+
 def large_results() -> None:
     """Their memory is used again, so there is the most of it at the second one."""
     for _ in range(3):
@@ -85,6 +95,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "stages": stages,
     "images": images,
     "large results": large_results,
+    "replicas": replicas,
     "kept": lambda: sharded(regather=False),
     "hsdp": lambda: train(parallel.fully_shard(Net(), "a", replica_axis="b", grads="mean", units=["blocks.*"]), 16),
     "dp": lambda: train(parallel.data_parallel(Net(), ("a", "b"), grads="mean", bucket_mb=0.05), 16),
@@ -196,7 +207,7 @@ def test_checkpoints_keep_random_states(reentrant: bool) -> None:
     def main() -> None:
         x = torch.randn(20, 20, requires_grad=True)
         for _ in range(5):
-            x = torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=reentrant)  # type: ignore[no-untyped-call]
+            x = checkpoint(torch.sin, x, use_reentrant=reentrant)
         x.sum().backward()
 
     read = torch.get_rng_state

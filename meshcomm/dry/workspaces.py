@@ -135,7 +135,8 @@ class _Windows(NamedTuple):
 
 def _convolution(args: Sequence[Any], results: Sequence[Tensor]) -> int:
     """oneDNN's: operands in blocks, images of few channels as they are; then its result in blocks. Others: windows."""
-    y, (x, w, _, stride, _, _, transposed, _, groups) = results[0], args
+    x: Tensor = args[0]
+    y, (_, w, _, stride, _, _, transposed, _, groups) = results[0], args
     if not y.is_cpu:
         return 0
     one = _Windows.of(x, w, y, stride, transposed, groups)
@@ -149,7 +150,10 @@ def _convolution(args: Sequence[Any], results: Sequence[Tensor]) -> int:
 
 def _convolution_backward(args: Sequence[Any], results: Sequence[Tensor]) -> int:
     """First the gradient of the image, then that of the weight, each in blocks; a copy of what comes in stays."""
-    g, x, w, _, stride, _, _, transposed, _, groups, (of_image, _, of_bias) = args
+    g: Tensor = args[0]
+    x: Tensor = args[1]
+    w: Tensor = args[2]
+    stride, transposed, groups, (of_image, _, of_bias) = args[4], args[7], args[9], args[10]
     if not x.is_cpu:
         return 0
     one = _Windows.of(x, w, g, stride, transposed, groups)

@@ -171,13 +171,15 @@ class DryLink(Defaults):
     def _like(self, x: Tensor) -> Tensor:
         return self._new(x.shape, x)
 
-    def _reduced(self, shape: Sequence[int], x: Tensor, op: str, given: Any) -> Tensor:
-        """The result of a reduction of parts of this shape; the CPU's are added here. Where processes share no memory,
-        what the others have sent has room of its own: their parts, or all that they have of what is small.
+    def _reduced(self, shape: Sequence[int], x: Tensor, op: str, *, cut: bool) -> Tensor:
+        """The result of a reduction of parts of this shape, ``cut`` if of one for each rank; the CPU's are added here,
+        and kept until then. Where processes share no memory, what the others have sent has room of its own: their
+        parts, or all that they have of what is small.
         """
+        given = [x] if x.is_cpu or cut else []
         if not self._shares and x.is_cpu:
-            count = 1 if given is not None or x.nbytes * self.size > LARGE else self.size if self.size > 2 else 0
-            given = x, x.new_empty(count * x.numel())
+            count = 1 if cut or x.nbytes * self.size > LARGE else self.size if self.size > 2 else 0
+            given.append(x.new_empty(count * x.numel()))
         y = self._new(shape, x)
         return cast(Tensor, _result(y, given, dtypes.spare_bytes(op, x.dtype, y.numel(), self.size) if x.is_cpu else 0))
 
@@ -201,7 +203,7 @@ class DryLink(Defaults):
         """As large as ``x``."""
         if _host(x):
             return cast(Tensor, _result(dtypes.fold(op.removeprefix("exact "), [x] * self.size)))
-        return self._reduced(x.shape, x, op, None)
+        return self._reduced(x.shape, x, op, cut=False)
 
     def all_reduce_own(self, x: Tensor, op: str) -> Tensor:
         """In place, but for the CPU's, which processes read where it was copied to."""
@@ -213,7 +215,7 @@ class DryLink(Defaults):
 
     def sum_parts(self, x: Parts) -> Tensor:
         """As large as all of them."""
-        return self._reduced(x.shape, torch.empty(0, dtype=x.dtype, device="cpu"), "sum", None)
+        return self._reduced(x.shape, torch.empty(0, dtype=x.dtype, device="cpu"), "sum", cut=False)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """n times as large."""
@@ -235,11 +237,11 @@ class DryLink(Defaults):
         """A row."""
         if _host(x):
             return cast(Tensor, _result(dtypes.fold(op.removeprefix("exact "), [x[self._index]] * self.size)))
-        return self._reduced(x.shape[1:], x, op, x)
+        return self._reduced(x.shape[1:], x, op, cut=True)
 
     def scatter_flat(self, x: Tensor, op: str) -> Any:
         """The same of what lies so."""
-        return self._reduced((x.shape[0] // self.size, *x.shape[1:]), x, op, x)
+        return self._reduced((x.shape[0] // self.size, *x.shape[1:]), x, op, cut=True)
 
     def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
         """As many as are received."""
