@@ -143,7 +143,7 @@ def _convolution(args: Sequence[Any], results: Sequence[Tensor]) -> int:
     if not one.by_onednn:
         return one.columns if groups == 1 else max(y.nbytes, x.nbytes // groups + one.columns)
     if not one.in_blocks:
-        return max(y.nbytes, torch.get_num_threads() * one.columns // len(x))
+        return max(y.nbytes, torch.get_num_threads() * one.columns // max(1, len(x)))
     image = 0 if x.shape[1] < 4 else _blocked(x)
     return max(image + _blocked(w, 0) + _blocked(y) - y.nbytes, _blocked(y))
 
@@ -153,7 +153,8 @@ def _convolution_backward(args: Sequence[Any], results: Sequence[Tensor]) -> int
     g: Tensor = args[0]
     x: Tensor = args[1]
     w: Tensor = args[2]
-    stride, transposed, groups, (of_image, _, of_bias) = args[4], args[7], args[9], args[10]
+    groups: int = args[9]
+    stride, transposed, (of_image, _, of_bias) = args[4], args[7], args[10]
     if not x.is_cpu:
         return 0
     one = _Windows.of(x, w, g, stride, transposed, groups)
@@ -162,11 +163,11 @@ def _convolution_backward(args: Sequence[Any], results: Sequence[Tensor]) -> int
     if not one.by_onednn:
         if groups > 1:
             return max(made, (g.nbytes + x.nbytes) // groups + one.columns)
-        columns = one.columns // len(x) if transposed else one.columns
+        columns = one.columns // max(1, len(x)) if transposed else one.columns
         return max(copy + columns, _wide(g) - w.nbytes if of_bias else 0)
     first = x.shape[1] == 3 or (x.shape[1] < 4 and _block() == 16)
     if not one.in_blocks:
-        steps = [2 * own, own + w.nbytes + torch.get_num_threads() * (one.columns // len(x) + 4 * w.nbytes)]
+        steps = [2 * own, own + w.nbytes + torch.get_num_threads() * (one.columns // max(1, len(x)) + 4 * w.nbytes)]
     else:
         of_weight = _blocked(w, 0) if first else _blocked(w, 0, 1)
         steps = [own + of_weight + w.nbytes, own + _blocked(g) + of_weight + (0 if first else _blocked(x))]
@@ -214,7 +215,7 @@ def _batched_products(operands: Sequence[Tensor]) -> int:
 
 def _windows(operands: Sequence[Tensor]) -> int:
     """Room as large as the image, which then grows."""
-    return operands[0].nbytes + _nothing_but_copies(operands[:1])
+    return operands[0].nbytes + _nothing_but_copies(operands[:1]) if operands[0].is_cpu else 0
 
 
 def _one_more(operands: Sequence[Tensor]) -> int:
@@ -247,7 +248,7 @@ _WORKSPACES: dict[str, Callable[[Sequence[Tensor]], int]] = {
     "aten::im2col": _windows,
     "aten::logsumexp": _one_more,
     "aten::median": _one_more,
-    "aten::kthvalue": lambda operands: operands[0].nbytes + 8 * operands[0].numel(),
+    "aten::kthvalue": lambda operands: operands[0].nbytes + 8 * operands[0].numel() if operands[0].is_cpu else 0,
     "aten::mse_loss": _mean_of_losses,
     "aten::smooth_l1_loss": _mean_of_losses,
     "aten::huber_loss": _mean_of_losses,
