@@ -293,6 +293,22 @@ def test_the_peak_is_that_of_processes(pool4: WorkerPool) -> None:
             assert run.peak_bytes == pytest.approx(ranks[rank][at], rel=0.02), name
 
 
+def test_where_no_memory_is_shared_what_comes_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def most(fn: Callable[[Tensor], object], ranks: int = 4) -> int:
+        return mc.dry_run(lambda: fn(torch.ones(4000)), {"dp": ranks}).peak_bytes
+
+    def scattered(x: Tensor) -> object:
+        return mc.reduce_scatter(x, "dp")
+
+    def summed(x: Tensor) -> object:
+        return mc.all_reduce(x, "dp")
+
+    shared = most(scattered), most(summed), most(summed, 2)
+    monkeypatch.setenv("MESHCOMM_SHARED_MEMORY", "0")
+    alone = most(scattered), most(summed), most(summed, 2)
+    assert [after - before for before, after in zip(shared, alone, strict=True)] == [16000, 64000, 0]
+
+
 def test_of_what_it_consists_and_where_it_is() -> None:
     def main() -> None:
         layer = nn.Linear(100, 100, bias=False)

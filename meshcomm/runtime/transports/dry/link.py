@@ -176,12 +176,14 @@ class DryLink(Defaults):
         and kept until then. Where processes share no memory, what the others have sent has room of its own: their
         parts, or all that they have of what is small.
         """
-        given = [x] if x.is_cpu or cut else []
-        if not self._shares and x.is_cpu:
-            count = 1 if cut or x.nbytes * self.size > LARGE else self.size if self.size > 2 else 0
-            given.append(x.new_empty(count * x.numel()))
-        y = self._new(shape, x)
-        return cast(Tensor, _result(y, given, dtypes.spare_bytes(op, x.dtype, y.numel(), self.size) if x.is_cpu else 0))
+        given, y = [x] if x.is_cpu or cut else [], self._new(shape, x)
+        spare = dtypes.spare_bytes(op, x.dtype, y.numel(), self.size) if x.is_cpu else 0
+        if not self._shares and x.is_cpu and (cut or self.size > 2):
+            in_steps = not cut and x.nbytes * self.size > LARGE
+            came = x.numel() if cut or in_steps else self.size * x.numel()
+            given.append(x.new_empty(came - (0 if in_steps else y.numel())))  # a result is made when all has come
+            spare += 0 if in_steps else y.nbytes
+        return cast(Tensor, _result(y, given, spare))
 
     def agree(self, values: Sequence[int], src: int | None = None, op: str = "") -> list[list[int]]:
         """The others say what this rank says."""
