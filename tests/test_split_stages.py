@@ -185,8 +185,8 @@ class Listless(GPT):
         self.forward = super().forward
 
 
-def spread(model: nn.Module, adaptor: str) -> nn.Module:
-    mesh = mc.make_mesh({"a": 1})
+def spread(model: nn.Module, adaptor: str, ranks: int = 1) -> nn.Module:
+    mesh = mc.make_mesh({"a": ranks})
     if adaptor == "tensor_parallel":
         return parallel.tensor_parallel(model, {"*": "replicated"}, axis="a", mesh=mesh)
     if adaptor == "fully_shard":
@@ -227,6 +227,30 @@ def test_a_stage_has_a_plan() -> None:
     for stage in (first, second):
         parallel.tensor_parallel(stage, "auto", axis="tp", mesh=mesh)
     torch.testing.assert_close(second(first(ids)), wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("adaptor", ["fully_shard", "data_parallel", "tensor_parallel"])
+def test_adaptors_reach_the_parameters_of_the_model_itself(adaptor: str) -> None:
+    """``position`` stands in no part of it, and in the first stage."""
+
+    def gradients() -> tuple[Tensor, dict[str, Tensor]]:
+        torch.manual_seed(0)
+        first, second = (spread(stage, adaptor, ranks=2) for stage in split_stages(GPT().double(), 2))
+        loss = second(first(ids)).square().mean()
+        loss.backward()
+        for stage in (first, second):
+            for p in stage.parameters():
+                p.data, p.grad = p.grad, None
+        return loss.detach(), parallel.full_state_dict(first) | parallel.full_state_dict(second)
+
+    torch.manual_seed(0)
+    model, ids = GPT().double(), torch.arange(12).view(2, 6)
+    loss = model(ids).square().mean()
+    loss.backward()
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    for mine, grads in mc.launch(gradients, ranks=2):
+        torch.testing.assert_close(mine, loss.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close({name: grads[name] for name in wanted}, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_what_two_stages_have_is_cut_once() -> None:

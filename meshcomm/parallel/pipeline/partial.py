@@ -98,9 +98,7 @@ class PartialModel(nn.Module):
         }  # fmt: skip
         own = {id(block): block for at, block in enumerate(blocks) if first <= at < last}
         root = _part_of(model, {**others, **own}, needed, {}, received, first > 0)
-        vars(self).update(_modules=vars(root)["_modules"], _parameters=vars(root)["_parameters"],
-                          _buffers=vars(root)["_buffers"],
-                          _non_persistent_buffers_set=vars(root)["_non_persistent_buffers_set"])  # fmt: skip
+        _show(root, self)
         self.training = model.training
         vars(self)["_partial"] = (root, received, blocks[last - 1] if last <= count else None, first == 0)
 
@@ -109,6 +107,7 @@ class PartialModel(nn.Module):
         root, received, end, begins = vars(self)["_partial"]
         args, kwargs = _arguments(x) if begins else x[1:]
         root.training = self.training
+        _show(self, root)  # an adaptor may have put another table of parameters in the place of the one they had
         handle = end.register_forward_hook(_stop) if end is not None else None
         received.x = None if begins else x[0]
         received.device = next((p.device for p in self.parameters()), torch.device("cpu"))
@@ -121,6 +120,15 @@ class PartialModel(nn.Module):
             received.x = None
             if handle is not None:
                 handle.remove()
+
+
+def _show(source: nn.Module, target: nn.Module) -> None:
+    """The same tables are those of both."""
+    tables = vars(source)
+    vars(target).update({name: tables[name] for name in _TABLES})
+
+
+_TABLES = "_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"
 
 
 def _stop(block: nn.Module, args: Any, output: Any) -> None:
