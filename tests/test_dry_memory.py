@@ -257,9 +257,12 @@ def convolved(dtype: torch.dtype = torch.float32, **how: Any) -> Callable[[], No
     return main
 
 
-@pytest.mark.skipif(
+ONEDNN = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX2", reason="what oneDNN takes was measured with AVX2 alone"
 )
+
+
+@ONEDNN
 @pytest.mark.parametrize(
     "main",
     [
@@ -284,6 +287,27 @@ def test_what_convolutions_of_the_cpu_take(main: Callable[[], None]) -> None:
     """In blocks, or all windows beside each other, by dtype and by what torch leaves to whom."""
     main()
     assert mc.dry_run(main, {"dp": 2}).peak_bytes == pytest.approx(most_of(main), rel=0.02)
+
+
+@ONEDNN
+@pytest.mark.parametrize(
+    ("how", "shape"),
+    [
+        ({}, (20, 16, 32, 48)),
+        ({"batch_first": True}, (20, 16, 32, 64)),
+        ({"num_layers": 2, "bidirectional": True}, (7, 5, 24, 20)),
+    ],
+)
+def test_what_an_lstm_keeps_and_takes(how: dict[str, Any], shape: tuple[int, int, int, int]) -> None:
+    """torch's own shapes say that it keeps nothing; hidden sizes that are lines of a cache, all in one set, and neither."""
+    steps, rows, width, hidden = shape
+
+    def main() -> None:
+        x = torch.randn(steps, rows, width, requires_grad=True)
+        nn.LSTM(width, hidden, **how)(x)[0].square().sum().backward()
+
+    main()
+    assert mc.dry_run(main, {"dp": 2}).peak_bytes == pytest.approx(most_of(main), rel=0.005)
 
 
 def test_the_peak_is_that_of_processes(pool4: WorkerPool) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshcomm import _torch
 
-__all__ = ["workspace"]
+__all__ = ["lstm_keeps", "workspace"]
 
 
 def workspace(func: Any, args: Sequence[Any], operands: Sequence[Tensor], results: Sequence[Tensor]) -> int:
@@ -178,6 +178,44 @@ def _convolution_backward(args: Sequence[Any], results: Sequence[Tensor]) -> int
     return max(0, copy + max(steps) - made)
 
 
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // 4096) * 4096
+
+
+def _lying(count: int) -> int:
+    """How far apart rows of so many floats lie in oneDNN's LSTM: in whole lines of a cache, not all in one set."""
+    lines = -(-count // 16) * 16
+    return lines + 16 if lines % 256 == 0 else lines
+
+
+def lstm_keeps(args: Sequence[Any]) -> int:
+    """Bytes that a layer of an LSTM keeps for its backward on the CPU, by oneDNN; torch's own shapes have none."""
+    (steps, rows, width), hidden = args[0].shape, args[10]
+    states = 2 * (steps + 1) * rows * 4
+    gates = steps * rows * 4 * _lying(4 * hidden), steps * rows * 4 * _lying(hidden)
+    return sum(map(_pages, gates)) + 3 * _pages(states * _lying(max(width, hidden))) + 2 * _pages(states * hidden)
+
+
+def _lstm_scratch(x: Tensor, w: Sequence[Tensor]) -> int:
+    """All gates, two states, and the sum of the biases; and the weights once more, cut by gates."""
+    (steps, rows, _), hidden = x.shape, w[1].shape[1]
+    work: int = _pages(steps * rows * 4 * _lying(4 * hidden)) + 2 * _pages(rows * 4 * _lying(hidden)) + 4664
+    return work + w[2].nbytes + sum(4 * each.shape[1] * _lying(len(each)) for each in w[:2])
+
+
+def _lstm(args: Sequence[Any], results: Sequence[Tensor]) -> int:
+    return _lstm_scratch(args[0], args[1:5])
+
+
+def _lstm_backward(args: Sequence[Any], results: Sequence[Tensor]) -> int:
+    """Zeros where no gradient has come, a copy of one that is not dense, weights whose rows must lie farther apart."""
+    (x, *w), states, (g, *grads) = args[:5], args[5:7], args[10:13]
+    zeros: int = sum(state.nbytes for state, each in zip(states, grads, strict=True) if each is None)
+    zeros += 0 if g is None or g.is_contiguous() else g.nbytes
+    moved = sum(4 * len(each) * _lying(each.shape[1]) for each in w[:2] if _lying(each.shape[1]) != each.shape[1])
+    return _lstm_scratch(x, w) + zeros + moved
+
+
 def _roll(args: Sequence[Any], results: Sequence[Tensor]) -> int:
     """Along each dim one result; of all elements, in their order, a copy of what does not lie so."""
     x, shifts, *dims = args
@@ -265,6 +303,8 @@ _WORKSPACES: dict[str, Callable[[Sequence[Tensor]], int]] = {
 _OF_ARGUMENTS: dict[str, Callable[[Sequence[Any], Sequence[Tensor]], int]] = {
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
+    "aten::mkldnn_rnn_layer": _lstm,
+    "aten::mkldnn_rnn_layer_backward": _lstm_backward,
     "aten::index_add": _index_add,
     "aten::index_add_": _index_add,
     "aten::roll": _roll,
