@@ -111,7 +111,7 @@ UNNOTED = {
     "tracing/record.py": (5, "events"),
     "tracing/traces.py": (2, "events"),
     "objects/parcels.py": (1, "what is sent; who is at src is read before it"),
-    "parallel/cut_parameters.py": (4, "whether two axes have ranks in common, which is alike everywhere"),
+    "parallel/cut_parameters.py": (2, "whether two axes have ranks in common, which is alike everywhere"),
     "parallel/data/spread.py": (1, "an error"),
     "parallel/optimizers/sharded.py": (3, "axes in common; where its part is written"),
     "parallel/fsdp/module.py": (3, "how long its part is; what is scattered"),

@@ -199,10 +199,20 @@ def refuse_copies(where: str, module: nn.Module, fix: str, axis: Axis | None = N
     """MeshError for a module that is part of one whose parameters are taken to be the same along ``axis``, or any."""
     for each in known_around(module):
         mesh, same = vars(each).get(_COPIES, (None, ()))
-        if mesh is not None and (axis is None or len({*axis.own_ranks} & {*mesh.axis(same).own_ranks}) > 1):
+        if mesh is not None and (axis is None or _meet(axis, mesh.axis(same))):
             what = "the module is" if each is module else "the module is part of one that is"
             what = f"{what} data parallel: its parameters are to be the same along axis {same!r}."
             fail(where, what, fix=fix)
+
+
+def _meet(axis: Axis, other: Axis) -> bool:
+    """Whether another rank is along both."""
+    return len({*axis.own_ranks} & {*other.own_ranks}) > 1
+
+
+def cut_along(module: nn.Module, axis: Axis) -> set[int]:
+    """The ids of those of which ranks along ``axis`` have other parts."""
+    return {key for key, parts in parts_of(module).items() if any(_meet(axis, p.mesh.axis(p.axis)) for p in parts)}
 
 
 def refuse_overlap(where: str, module: nn.Module, axis: Axis, among: Container[int] | None = None) -> None:
@@ -212,7 +222,7 @@ def refuse_overlap(where: str, module: nn.Module, axis: Axis, among: Container[i
     """
     for key, parts in parts_of(module).items():
         for part in parts if among is None or key in among else ():
-            if part.size > 1 and len({*axis.own_ranks} & {*part.mesh.axis(part.axis).own_ranks}) > 1:
+            if part.size > 1 and _meet(axis, part.mesh.axis(part.axis)):
                 what = f"{part.name!r} is cut along axis {part.axis!r} by {part.maker}"
                 fix = f"axes={{{part.name!r}: ...}}, the others; each axis cuts a parameter once, or has the same of it"
                 fail(where, f"{what}, and would be taken to be the same along axis {axis.name!r}.", fix=fix)

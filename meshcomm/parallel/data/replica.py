@@ -26,7 +26,7 @@ from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
 from meshcomm.parallel.alike import refuse_other_modules
 from meshcomm.parallel.computed_later import refuse_later
-from meshcomm.parallel.cut_parameters import parts_of
+from meshcomm.parallel.cut_parameters import cut_along
 from meshcomm.parallel.data.computed_again import follow, look_for_checkpoints, running, tensors_of
 from meshcomm.parallel.data.means import Mean
 from meshcomm.parallel.data.same_gradients import compare, heard, wait_for_gradients
@@ -257,9 +257,7 @@ class Replica:
         if not leaves or (has_some and not self.joined):
             heard(self)
             if has_some and self.axis.size > 1 and not self.compared:  # else it may be of another rank, or another mesh
-                own, parts = {*self.axis.own_ranks}, parts_of(self.module)
-                cut = {key for key, found in parts.items() for part in found
-                       if len(own & {*part.mesh.axis(part.axis).own_ranks}) > 1}  # fmt: skip
+                cut = cut_along(self.module, self.axis)
                 whole = [leaf for leaf in leaves if id(leaf) not in cut]
                 with paused(), torch.no_grad():
                     self._compare_gradients(whole)
