@@ -165,7 +165,8 @@ def measure(options: Namespace, ways: Mapping[str, Mapping[str, Any]]) -> list[d
     if options.blocks > 2:
         ways = {**ways, "two units": bounded(ways["overlapped"], options)}
     x = torch.randn(options.tokens, options.width, generator=torch.Generator().manual_seed(0))
-    with mc.use_mesh(mesh):
+    # Candidates share code, Sequential's forward, of which the compiler keeps a few versions by default.
+    with mc.use_mesh(mesh), torch._dynamo.config.patch(recompile_limit=64):
         todo: list[Candidate] = []
         for name in MADE:
             several = name in (TORCHS, *CUT)  # the others' collectives are few: all ways are alike

@@ -90,7 +90,8 @@ def test_finetune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytes
     """On two meshes, with a checkpoint between them."""
     pytest.importorskip("transformers")
     tune = example("finetune", monkeypatch)
-    args = tune.parse(["--steps", "2", "--out", str(tmp_path)])
+    small = ["--sample", "8", "--context", "24", "--width", "32", "--batch", "8"]
+    args = tune.parse(["--steps", "2", "--out", str(tmp_path), *small])
     assert mc.prove_no_hang(lambda: tune.main(args), {"all": 4}).check()
 
 

@@ -39,7 +39,7 @@ REFUSED = {
 NAMES = [name for name, _ in _versions.known]
 
 
-pytestmark = pytest.mark.timeout(300)  # the first test waits for 30 forks
+pytestmark = pytest.mark.timeout(600)  # the first test waits for a fork for each name
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     done = subprocess.run(
         [sys.executable, str(HERE / "torch_names.py"), str(tmp_path_factory.mktemp("compiled"))],
         env={**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"},
-        cwd=HERE.parent, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=280, check=False,
+        cwd=HERE.parent, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=570, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return dict(json.loads(done.stdout))
