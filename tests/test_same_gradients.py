@@ -182,6 +182,22 @@ def test_what_counts_as_the_same() -> None:
     assert all(text(1.0, 1.00001, dtype=torch.float64))
 
 
+def test_several_modules_are_compared_in_the_same_order_on_all_ranks() -> None:
+    """None has reduced anything: their penalties are equal, and nobody says that they are not."""
+
+    def main() -> list[Tensor]:
+        mesh = mc.make_mesh({"dp": 2})
+        torch.manual_seed(0)
+        models = [data_parallel(nn.Linear(k, k), "dp", grads="mean", mesh=mesh) for k in range(1, 9)]
+        params = [p for model in models for p in model.parameters()]
+        sum(p.square().sum() for p in params).backward()  # type: ignore[union-attr]
+        torch.optim.SGD(params, 0.1).step()
+        return [p.detach() for p in params]
+
+    first, second = mc.launch(main, ranks=2)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
 class WithEmpty(nn.Module):
     """Has a parameter without elements between others, as models have that are cut to nothing."""
 

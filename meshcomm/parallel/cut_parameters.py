@@ -62,7 +62,7 @@ class Part(NamedTuple):
 _CUTS, _MESHES, _COPIES = "_meshcomm_cuts", "_meshcomm_meshes", "_meshcomm_copies"
 _SHARED = "_meshcomm_ranks_with_it"
 _NOTHING: Mapping[int, Part] = {}
-_known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_known: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
 
 
 def know(module: nn.Module, mesh: Mesh, made: Mapping[int, Part] = _NOTHING, copies: AxisName = ()) -> None:
@@ -84,7 +84,7 @@ def know(module: nn.Module, mesh: Mesh, made: Mapping[int, Part] = _NOTHING, cop
         kept[_MESHES] = (*kept.get(_MESHES, ()), mesh)
     if copies:
         kept[_COPIES] = mesh, copies
-    _known.add(module)
+    _known[module] = None
     watch_total_norms(_refuse_norm)
 
 

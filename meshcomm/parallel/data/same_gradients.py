@@ -35,7 +35,8 @@ class Unheard(Protocol):
         """Compare them if some of these parameters, by their ids, have any."""
 
 
-_unheard: weakref.WeakSet[Any] = weakref.WeakSet()
+_unheard: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+"""In the order in which they were made, which is that of all ranks: they communicate."""
 _hooks: list[Any] = []
 
 
@@ -43,12 +44,12 @@ def wait_for_gradients(state: Unheard) -> None:
     """From now on the steps of all optimizers look for gradients of this one, until :func:`heard`."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
-    _unheard.add(state)
+    _unheard[state] = None
 
 
 def heard(state: Unheard) -> None:
     """Its gradients come as they should."""
-    _unheard.discard(state)
+    _unheard.pop(state, None)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -22,6 +22,7 @@ from meshcomm.runtime.process.accelerator import stream_of
 from meshcomm.runtime.transports import exact
 
 HALF = (torch.float16, torch.bfloat16)
+FLOATS = frozenset((*HALF, torch.float32, torch.float64))
 
 PLAIN = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}

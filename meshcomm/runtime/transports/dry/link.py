@@ -39,7 +39,6 @@ from meshcomm.runtime.transports.dry.places import by_program
 from meshcomm.runtime.transports.dry.world import DryWorld, Message, here
 from meshcomm.runtime.transports.protocol import Defaults, Empty, Link, Parts
 
-_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _ALL, _RUNS, _SAID = -1, -1, -2
 """To everybody; what stands for a tag where bytes are cut into runs, and where a rank says something to all."""
 
@@ -213,7 +212,7 @@ class DryLink(Defaults):
 
     def takes_parts(self, device: torch.device, dtype: torch.dtype) -> bool:
         """As processes that share memory do, which copy them there."""
-        return self._shares and told.later and device.type == "cpu" and dtype in _FLOATS
+        return self._shares and told.later and device.type == "cpu" and dtype in dtypes.FLOATS
 
     def sum_parts(self, x: Parts) -> Tensor:
         """As large as all of them."""

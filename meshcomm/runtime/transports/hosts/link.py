@@ -46,7 +46,7 @@ from meshcomm.runtime.transports.underway import Steps, Walker
 
 T = TypeVar("T")
 
-_FLOATS = frozenset((*dtypes.HALF, torch.float32, torch.float64, torch.complex64, torch.complex128))
+_FLOATS = dtypes.FLOATS | {torch.complex64, torch.complex128}
 _SIGNED = frozenset((torch.int8, torch.int16, torch.int32, torch.int64))
 _WHOLE = _SIGNED | {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 """Dtypes of which it does not matter in which order they are reduced."""

@@ -46,9 +46,6 @@ _APART = 2**14
 """Bytes of a tensor, in the mean, from which on one pass over it beats one call for many."""
 
 
-_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
-
-
 class OneHostLink(ProcessLink):
     """A group of processes on one machine."""
 
@@ -63,7 +60,7 @@ class OneHostLink(ProcessLink):
 
     def takes_parts(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Those that are written to where the others read them, by who waits later."""
-        return told.later and device.type == "cpu" and dtype in _FLOATS
+        return told.later and device.type == "cpu" and dtype in dtypes.FLOATS
 
     def place_on_axis(self, index: int) -> int:
         """What the user knows this index of the link as."""
