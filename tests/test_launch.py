@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,44 @@ def nested() -> list[Any]:
 
 def test_inside_a_rank_they_are_those_of_the_launch() -> None:
     assert mc.launch(nested, ranks=2, timeout=50) == [[2.0], [2.0]]
+
+
+def as_under_a_launcher(**given: Any) -> float:
+    """A program for processes: it meets, and leaves at its end."""
+    mc.init(**given)
+    mesh = mc.make_mesh({"dp": -1})
+    found = mc.all_reduce(torch.ones(()), "dp", mesh=mesh).item()
+    mc.shutdown()
+    return found
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"timeout": 40}, {"guard": True}, {"backend": "gloo"}, {"init_method": "tcp://127.0.0.1:29"}, {"launcher": "slurm"}],
+)  # fmt: skip
+def test_inside_a_rank_init_begins_nothing(given: dict[str, Any]) -> None:
+    """And leaves nothing in the process, whose own init comes later."""
+    mc.shutdown()
+    assert mc.launch(as_under_a_launcher, ranks=2, kwargs=given) == [2.0, 2.0]
+    assert mc.launch(as_under_a_launcher, ranks=2, kwargs={"timeout": 30}) == [2.0, 2.0]
+    mc.dry_run(partial(as_under_a_launcher, **given), {"dp": 4})
+    mc.init(timeout=20)
+    assert mc.launch(as_under_a_launcher, ranks=2, kwargs={"timeout": 30}) == [2.0, 2.0]
+    with pytest.raises(mc.MeshError, match="already initialised otherwise: timeout"):
+        mc.init(timeout=30)
+    mc.shutdown()
+    mc.init(timeout=30)
+    mc.shutdown()
+
+
+def test_inside_a_rank_init_says_who_it_is_not() -> None:
+    def other() -> None:
+        mc.init(rank=5, world_size=8, init_method="tcp://127.0.0.1:29")
+
+    with pytest.raises(mc.MeshError, match="rank=5 of 8; here runs rank 0 of 2"):
+        mc.launch(other, ranks=2)
+    with pytest.raises(mc.MeshError, match="rank=5 of 8; here runs rank 0 of 4"):
+        mc.dry_run(other, {"dp": 4})
 
 
 # ------------------------------------------------------------------------------------------------------ under a launcher

@@ -26,7 +26,7 @@ from meshcomm.errors import FIRST_CAUSE, CommError, fail, text
 from meshcomm.runtime import tracebacks
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.ops import Op
-from meshcomm.runtime.process import exits, forks
+from meshcomm.runtime.process import exits, forks, inside
 from meshcomm.runtime.process.neighbours import Address, Neighbours
 from meshcomm.runtime.start import devices, network, rendezvous
 from meshcomm.runtime.start.launchers import Launcher, choice, detect
@@ -168,6 +168,9 @@ def init(
             something else, waits for it, has raised an error, returned or ended. None: as MESHCOMM_GUARD says, which is
             1 or 0, the default. Ranks of one process always do.
 
+    On a rank among those of one process, or of a dry run, nothing begins and nothing of the process changes: time-out,
+    guard and place of meeting are those of the launch.
+
     Returns: nothing.
 
     Cost: one meeting of all processes; nothing when called again.
@@ -185,6 +188,10 @@ def init(
     forks.refuse_if_forked("init")
     limit = duration("init", timeout)
     request = Request(launcher, backend, init_method, rank, world_size, store, port, limit, guard)
+    place = inside.running_or_dry()
+    if place is not None:
+        _one_of_these(place, request)
+        return
     with _lock:
         current()  # Forgets a group that its owner has destroyed meanwhile.
         if _state is not None and (_state.world is not None or not dist.is_initialized()):
@@ -234,6 +241,19 @@ def _begin(request: Request) -> None:
     else:
         devices.choose_backend(request.backend)
         _state = _State(request)
+
+
+def _one_of_these(place: tuple[int, int], request: Request) -> None:
+    """They have met: nothing is begun, and what is asked for fits who this rank is."""
+    devices.choose_backend(request.backend)
+    rank, size = place
+    if request.rank is not None and (request.rank, request.world_size) != place:
+        fail(
+            "init",
+            "this is a rank of one process, and another one than it says.",
+            got=f"rank={request.rank} of {request.world_size}; here runs rank {rank} of {size}",
+            fix="leave rank= and world_size= out; mc.launch gives them",
+        )
 
 
 def _same_or_fail(state: _State, request: Request) -> None:
@@ -409,15 +429,16 @@ def shutdown() -> None:
     """Leave the process group that ``init`` made; forget, but do not end, one that it adopted. ``init`` may follow.
 
     Every rank calls it, or none: at the end of the process it happens by itself. No communication, so a rank that fails
-    does not wait for the others; it waits for its own unfinished collectives, up to their timeout.
+    does not wait for the others; it waits for its own unfinished collectives, up to their timeout. Nothing on a rank
+    among those of one process, which ends with its program.
 
     Example:
         >>> import meshcomm as mc
         >>> mc.init()
         >>> mc.shutdown()
     """
-    if forks.is_fork():
-        return  # what there is to leave is the parent's
+    if forks.is_fork() or inside.running_or_dry() is not None:
+        return  # what there is to leave is the parent's, or that of the process whose ranks these are
     with _lock:
         state = _state
         if state is not None:
