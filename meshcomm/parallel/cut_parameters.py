@@ -62,7 +62,9 @@ class Part(NamedTuple):
 _CUTS, _MESHES, _COPIES = "_meshcomm_cuts", "_meshcomm_meshes", "_meshcomm_copies"
 _SHARED = "_meshcomm_ranks_with_it"
 _NOTHING: Mapping[int, Part] = {}
-_known: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+_Members = dict[int, "weakref.ref[Tensor]"]
+_known: weakref.WeakKeyDictionary[nn.Module, _Members] = weakref.WeakKeyDictionary()
+"""The modules that adaptors have spread, in order, and which parameters each had then, by their ids."""
 
 
 def know(module: nn.Module, mesh: Mesh, made: Mapping[int, Part] = _NOTHING, copies: AxisName = ()) -> None:
@@ -84,7 +86,7 @@ def know(module: nn.Module, mesh: Mesh, made: Mapping[int, Part] = _NOTHING, cop
         kept[_MESHES] = (*kept.get(_MESHES, ()), mesh)
     if copies:
         kept[_COPIES] = mesh, copies
-    _known[module] = None
+    _known.setdefault(module, {}).update((id(p), weakref.ref(p)) for p in module.parameters())
     watch_total_norms(_refuse_norm)
 
 
@@ -129,6 +131,21 @@ def is_spread(module: nn.Module) -> bool:
 def all_known() -> list[nn.Module]:
     """The modules that adaptors have spread, of all ranks in this process."""
     return list(_known)
+
+
+def came_later(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that a module which adaptors have spread had not then, by their names."""
+    had = _known[module]
+    return {name: p for name, p in module.named_parameters() if (ref := had.get(id(p))) is None or ref() is not p}
+
+
+def axes_of_module(module: nn.Module) -> list[Axis]:
+    """Along which a module is spread: its parameters cut, or the same on all ranks."""
+    mesh, same = vars(module).get(_COPIES, (None, ()))
+    at = [(mesh, same)] if mesh is not None else []
+    at += [(part.mesh, part.axis) for parts in parts_of(module).values() for part in parts]
+    found = {(id(mesh), axis): mesh.axis(axis) for mesh, axis in at}
+    return sorted(found.values(), key=lambda axis: str(axis.name))
 
 
 def named_by(pattern: str, path: str) -> bool:
@@ -185,13 +202,9 @@ def meshes_among(params: Iterable[Tensor]) -> list[Mesh]:
 
 def axes_among(params: Iterable[Tensor]) -> list[Axis]:
     """Along which the modules are spread that have any of these: their parameters cut, or the same on all ranks."""
-    wanted, found = {id(p) for p in params}, dict[tuple[int, AxisName], Axis]()
-    for module in list(_known):
-        if any(id(p) in wanted for p in module.parameters()):
-            mesh, same = vars(module).get(_COPIES, (None, ()))
-            at = [(mesh, same)] if mesh is not None else []
-            for mesh, axis in [*at, *((part.mesh, part.axis) for parts in parts_of(module).values() for part in parts)]:
-                found[id(mesh), axis] = mesh.axis(axis)
+    wanted = {id(p) for p in params}
+    spread = [module for module in list(_known) if any(id(p) in wanted for p in module.parameters())]
+    found = {(id(axis.mesh), axis.name): axis for module in spread for axis in axes_of_module(module)}
     return sorted(found.values(), key=lambda axis: str(axis.name))
 
 

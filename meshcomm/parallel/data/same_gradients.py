@@ -61,14 +61,30 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def compare(where: str, names: Sequence[str], leaves: Sequence[Tensor], axis: Axis) -> bool:
     """Fail, on every rank, if a gradient has another norm on one of them; False if none has any."""
-    mine = _norms(leaves)
-    rows = [_floats(row) for row in agree(_bits(mine), axis)]
-    for at, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
-        found = [row[at] for row in rows]
-        low, high = min(found), max(found)
-        if low != high and (high == float("inf") or high - low > _LEAST.get(leaf.dtype, 1e-2) * high):
+    every = norms([leaf.grad for leaf in leaves], axis)
+    for name, leaf, found in zip(names, leaves, every, strict=True):
+        if are_apart(found, leaf.dtype):
             _differ(where, name, found, axis)
-    return any(norm != _MISSING for row in rows for norm in row)
+    return any(norm != _MISSING for found in every for norm in found)
+
+
+def norms(tensors: Sequence[Tensor | None], axis: Axis) -> list[tuple[float, ...]]:
+    """Of each, that of each rank along ``axis``."""
+    with torch.no_grad():
+        mine = [_MISSING if x is None else _norm(x) for x in tensors]
+    rows = agree(_bits([norm if norm == norm else float("inf") for norm in mine]), axis)
+    return [*zip(*map(_floats, rows), strict=True)]
+
+
+def are_apart(found: Sequence[float], dtype: torch.dtype) -> bool:
+    """Whether these norms are not of one tensor, computed on several devices."""
+    low, high = min(found), max(found)
+    return low != high and (high == float("inf") or high - low > _LEAST.get(dtype, 1e-2) * high)
+
+
+def said(found: Sequence[float]) -> str:
+    """The first of them."""
+    return f"norms {', '.join('none' if norm == _MISSING else f'{norm:.6g}' for norm in found[:8])}"
 
 
 def _differ(where: str, name: str, found: Sequence[float], axis: Axis) -> NoReturn:
@@ -76,17 +92,10 @@ def _differ(where: str, name: str, found: Sequence[float], axis: Axis) -> NoRetu
         where,
         f"the gradient of {name!r} is another one on each rank: the parameter was used outside of the module's "
         "methods, where gradients are not reduced.",
-        got=f"norms {', '.join('none' if norm == _MISSING else f'{norm:.6g}' for norm in found[:8])} "
-        f"along axis {axis.name!r}",
+        got=f"{said(found)} along axis {axis.name!r}",
         fix="use it in forward, or in a method named in methods=, none of which is replaced later; or "
         'mc.pvary(parameter, axis) there with grads="sum"',
     )
-
-
-def _norms(leaves: Sequence[Tensor]) -> list[float]:
-    with torch.no_grad():
-        found = [_MISSING if g is None else _norm(g) for g in (leaf.grad for leaf in leaves)]
-    return [norm if norm == norm else float("inf") for norm in found]
 
 
 def _norm(g: Tensor) -> float:

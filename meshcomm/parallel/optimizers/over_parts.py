@@ -16,6 +16,7 @@ from meshcomm.errors import fail
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.alike import refuse_others
 from meshcomm.parallel.cut_parameters import Part, axes_among, meshes_among, parts_among
+from meshcomm.parallel.newcomers import look_for_newcomers
 from meshcomm.parallel.optimizers.lbfgs import begin_step, end_step
 from meshcomm.parallel.optimizers.scaled import watch_scalers
 from meshcomm.parallel.optimizers.stand_in import evaluated, stand_in
@@ -31,6 +32,7 @@ def watch_steps() -> None:
     """From now on the steps of all optimizers are looked at."""
     if not _hooks:
         watch_scalers()
+        _hooks.append(register_optimizer_step_pre_hook(look_for_newcomers))
         _hooks.append(register_optimizer_step_pre_hook(_before))
         _hooks.append(register_optimizer_step_post_hook(_after))
 

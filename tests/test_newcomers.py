@@ -1,0 +1,134 @@
+"""Parameters that come to a module after an adaptor has spread it: alike on all ranks by what the program does, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshcomm as mc
+from meshcomm.parallel import data_parallel, fully_shard, tensor_parallel
+
+MESH = mc.make_mesh({"dp": 2})
+ADAPTORS: list[Any] = [data_parallel, fully_shard]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.down(self.up(x).relu()))
+        return y
+
+
+def trained(
+    spread: Callable[[nn.Module], object],
+    seed: int,
+    before: Callable[[nn.Module], object] = lambda head: None,
+    each: Callable[[nn.Module], object] = lambda head: None,
+) -> list[Tensor]:
+    """A new head, drawn from ``seed``, and two steps on other rows on each rank."""
+    with mc.use_mesh(MESH):
+        model = Model()
+        spread(model)
+        torch.manual_seed(seed)
+        model.head = nn.Linear(4, 2)
+        before(model.head)
+        adam = torch.optim.AdamW(model.parameters())
+        for step in range(2):
+            torch.manual_seed(10 * step + MESH.rank)
+            model(torch.randn(3, 4)).square().sum().backward()
+            each(model.head)
+            adam.step()
+            adam.zero_grad()
+        return [p.detach() for p in model.head.parameters()]
+
+
+@pytest.mark.parametrize("adaptor", ADAPTORS)
+def test_other_values_are_an_error(adaptor: Any) -> None:
+    def main() -> str:
+        with pytest.raises(mc.MeshError) as caught:
+            trained(lambda model: adaptor(model, "dp", grads="mean"), seed=5 + MESH.rank)
+        return str(caught.value)
+
+    for text in mc.launch(main, ranks=2):
+        assert "'head.weight' came to Model after it was made parallel, and its value is another one" in text
+
+
+def test_gradients_that_nobody_reduces_are_an_error() -> None:
+    def main() -> str:
+        with pytest.raises(mc.MeshError) as caught:
+            trained(lambda model: fully_shard(model, "dp", grads="mean"), seed=5)
+        return str(caught.value)
+
+    assert all("'head.weight' came to Model" in text and "its gradient is" in text for text in mc.launch(main, ranks=2))
+
+
+def test_an_optimiser_that_has_nothing_else_is_looked_at() -> None:
+    def main() -> None:
+        with mc.use_mesh(MESH):
+            model = fully_shard(Model(), "dp", grads="mean")
+            model.head = nn.Linear(4, 2)
+            sgd = torch.optim.SGD(model.up.parameters(), lr=0.1)
+            for new in (False, True):
+                if new:
+                    sgd.add_param_group({"params": [*model.head.parameters()]})
+                model(torch.full((3, 4), 1.0 + MESH.rank)).sum().backward()
+                with pytest.raises(mc.MeshError, match="came to") if new else mc.use_mesh(MESH):
+                    sgd.step()
+
+    mc.launch(main, ranks=2)
+
+
+def same(head: nn.Module) -> None:
+    for p in head.parameters():
+        with torch.no_grad():
+            p.copy_(mc.broadcast(p, "dp"))
+
+
+def reduced(head: nn.Module) -> None:
+    for p in head.parameters():
+        assert p.grad is not None
+        p.grad = mc.all_reduce(p.grad, "dp", "mean")
+
+
+def test_who_reduces_them_goes_on() -> None:
+    def main() -> list[Tensor]:
+        return trained(lambda model: fully_shard(model, "dp", grads="mean"), 5 + MESH.rank, same, reduced)
+
+    one, other = mc.launch(main, ranks=2)
+    assert all(map(torch.equal, one, other))
+
+
+def test_what_data_parallel_sees_and_drew_alike_is_right() -> None:
+    one, other = mc.launch(lambda: trained(lambda model: data_parallel(model, "dp", grads="mean"), seed=5), ranks=2)
+    assert all(map(torch.equal, one, other))
+
+
+def test_what_is_to_differ_may() -> None:
+    def main() -> list[Tensor]:
+        spread = lambda model: fully_shard(model, "dp", grads="mean")  # noqa: E731
+        return trained(spread, 5 + MESH.rank, lambda head: mc.mark_varying(head, "dp"))
+
+    one, other = mc.launch(main, ranks=2)
+    assert not torch.equal(one[0], other[0])
+
+
+def test_a_later_adaptor_knows_them() -> None:
+    def main() -> None:
+        with mc.use_mesh(MESH):
+            model = Model()
+            tensor_parallel(model, {"up": "column", "down": "row", "head": "replicated"}, axis="dp")
+            model.head = nn.Linear(4, 4)
+            tensor_parallel(model.head, {"*": "column"}, axis="dp")
+            adam = torch.optim.AdamW(model.parameters())
+            model(torch.ones(3, 4)).sum().backward()
+            adam.step()
+
+    mc.launch(main, ranks=2)
