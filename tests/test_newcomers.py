@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +119,24 @@ def test_what_is_to_differ_may() -> None:
 
     one, other = mc.launch(main, ranks=2)
     assert not torch.equal(one[0], other[0])
+
+
+def test_copies_have_members_of_their_own() -> None:
+    def main() -> None:
+        with mc.use_mesh(MESH):
+            for adaptor in ADAPTORS:
+                model = copy.deepcopy(adaptor(Model(), "dp", grads="mean"))
+                adam = torch.optim.AdamW(model.parameters())
+                for _ in range(2):
+                    model(torch.full((3, 4), 1.0 + MESH.rank)).sum().backward()
+                    adam.step()
+                model.head = nn.Linear(4, 2)
+                with torch.no_grad():
+                    model.head.weight.fill_(1.0 + MESH.rank)
+                with pytest.raises(mc.MeshError, match="came to"):
+                    torch.optim.AdamW(model.parameters()).step()
+
+    mc.launch(main, ranks=2)
 
 
 def test_a_later_adaptor_knows_them() -> None:

@@ -86,7 +86,9 @@ def know(module: nn.Module, mesh: Mesh, made: Mapping[int, Part] = _NOTHING, cop
         kept[_MESHES] = (*kept.get(_MESHES, ()), mesh)
     if copies:
         kept[_COPIES] = mesh, copies
-    _known.setdefault(module, {}).update((id(p), weakref.ref(p)) for p in module.parameters())
+    had = _known.setdefault(module, {})
+    if "_parameters" in vars(module):  # else it is a copy, in the making
+        _note(had, module)
     watch_total_norms(_refuse_norm)
 
 
@@ -133,9 +135,15 @@ def all_known() -> list[nn.Module]:
     return list(_known)
 
 
+def _note(had: _Members, module: nn.Module) -> None:
+    had.update((id(p), weakref.ref(p)) for p in module.parameters())
+
+
 def came_later(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that a module which adaptors have spread had not then, by their names."""
+    """The parameters that a module which adaptors have spread had not then (a copy: when first asked), by name."""
     had = _known[module]
+    if not had:
+        _note(had, module)
     return {name: p for name, p in module.named_parameters() if (ref := had.get(id(p))) is None or ref() is not p}
 
 

@@ -26,7 +26,7 @@ from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
 from meshcomm.parallel.alike import refuse_other_modules
 from meshcomm.parallel.computed_later import refuse_later
-from meshcomm.parallel.cut_parameters import cut_along
+from meshcomm.parallel.cut_parameters import cut_along, know
 from meshcomm.parallel.data.computed_again import follow, look_for_checkpoints, running, tensors_of
 from meshcomm.parallel.data.means import Mean
 from meshcomm.parallel.data.same_gradients import compare, heard, wait_for_gradients
@@ -89,6 +89,13 @@ class Replica:
         wait_for_gradients(self)
         self.passes = [-2, -2]  # the latest backward pass that reduced, and that collected
         self.last: list[int] = []  # the indices that were not done when last heard of
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        """Of a copy."""
+        vars(self).update(kept)
+        know(self.module, self.mesh)
+        if not self.compared:
+            wait_for_gradients(self)
 
     @property
     def axis(self) -> Axis:
