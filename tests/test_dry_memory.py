@@ -228,7 +228,22 @@ TAKING: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "last dim": (MATRIX, lambda x: half(x).index_select(1, torch.arange(50)).float()),
     "huber": (MATRIX, lambda x: F.huber_loss(half(x), torch.zeros_like(half(x))).float()),
     "expanded product": (MATRIX, lambda x: torch.bmm(x[None], x[None])),
-}
+    "larger": (IMAGES, lambda x: F.interpolate(x, scale_factor=2)),
+    "larger, channels last": (
+        IMAGES, lambda x: F.interpolate(x.to(memory_format=torch.channels_last), scale_factor=2, mode="bilinear"),
+    ),
+    "larger, many lines": ((2, 4, 40, 40), lambda x: F.interpolate(x, scale_factor=2, mode="bilinear")),
+    "larger, three channels": ((2, 3, 80, 80), lambda x: F.interpolate(x, scale_factor=2, mode="bilinear")),
+    "smaller": (IMAGES, lambda x: F.interpolate(x, size=(12, 12), mode="bilinear", antialias=True)),
+    "longer": ((2, 8, 400), lambda x: F.interpolate(x, scale_factor=2, mode="linear")),
+    "repeated at its edges": (IMAGES, lambda x: F.pad(x, (2, 2, 2, 2), mode="replicate")),
+    "averages": (IMAGES, lambda x: F.adaptive_avg_pool2d(x, 15)),
+    "largest ones": ((2, 4, 9, 9, 9), lambda x: F.max_pool3d(x, 2)),
+    "pixels": (IMAGES, lambda x: F.pixel_shuffle(x, 2)),
+    "pixels, channels last": (IMAGES, lambda x: F.pixel_shuffle(x.to(memory_format=torch.channels_last), 2)),
+    "bags": (MATRIX, lambda x: F.embedding_bag(torch.arange(1600).view(200, 8) % 200, x)),
+    "drawn": (MATRIX, lambda x: x[:, x.detach().abs().multinomial(20)[0]]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TAKING)

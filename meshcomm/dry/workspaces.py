@@ -235,6 +235,45 @@ def _nothing_but_copies(operands: Sequence[Tensor]) -> int:
     return sum(x.numel() * x.itemsize for x in operands if x.is_cpu and not x.is_contiguous())
 
 
+def _upsampled(operands: Sequence[Tensor]) -> int:
+    """Small images, and by lines those of three channels, with channels last: a copy of what lies otherwise."""
+    x, y = operands[0], operands[-1]
+    if not x.is_cpu or y.shape[-2] + y.shape[-1] > 128:
+        return 0
+    return sum(each.nbytes for each in (x, y) if not each.is_contiguous(memory_format=torch.channels_last))
+
+
+def _upsampled_by_lines(operands: Sequence[Tensor]) -> int:
+    x, y = operands[0], operands[-1]
+    images = x.is_cpu and x.shape[1] == 3 and not x.is_contiguous(memory_format=torch.channels_last)
+    return x.nbytes + y.nbytes if images else _upsampled(operands)
+
+
+def _antialiased(args: Sequence[Any], results: Sequence[Tensor]) -> int:
+    """One dim after the other."""
+    x: Tensor = args[0]
+    return x.nbytes // x.shape[-1] * results[0].shape[-1] if x.is_cpu else 0
+
+
+def _of_channels(operands: Sequence[Tensor]) -> int:
+    """A copy of what has its channels neither first nor last."""
+    x = operands[0]
+    lies = x.is_contiguous() or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last))
+    return 0 if lies or not x.is_cpu else x.numel() * x.itemsize
+
+
+def _drawn(args: Sequence[Any], results: Sequence[Tensor]) -> int:
+    """Without replacement as many random numbers as there are weights, of which the largest are taken."""
+    x, count, *replaced = args
+    largest = results[0].numel() * x.itemsize if count > 1 else 0
+    return x.nbytes + largest if count == 1 or not any(replaced[:1]) else 0
+
+
+def _bags_backward(operands: Sequence[Tensor]) -> int:
+    """Places are sorted."""
+    return _nothing_but_copies(operands[:1]) + 3 * operands[1].nbytes if operands[0].is_cpu else 0
+
+
 def _products(operands: Sequence[Tensor]) -> int:
     """Those of BLAS want rows or columns that lie together."""
     lying = [x for x in operands if x.ndim == 2 and x.is_cpu and not (x.is_contiguous() or x.t().is_contiguous())]
@@ -272,11 +311,16 @@ def _wide(x: Tensor) -> int:
 
 _HALF = torch.bfloat16, torch.float16
 _COPYING = (
-    "_softmax_backward_data", "_log_softmax_backward_data", "gelu_backward", "native_layer_norm_backward",
-    "native_group_norm_backward", "embedding_dense_backward", "avg_pool2d_backward", "col2im",
-    "max_pool2d_with_indices_backward", "upsample_nearest2d_backward", "upsample_bilinear2d_backward",
-    "upsample_bicubic2d_backward", "reflection_pad1d_backward", "reflection_pad2d_backward",
-    "reflection_pad3d_backward", "grid_sampler_2d_backward",
+    *(f"{name}_backward" for name in (
+        "gelu", "native_layer_norm", "native_group_norm", "embedding_dense", "avg_pool2d",
+        "avg_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices", "fractional_max_pool2d",
+        "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d",
+        "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d",
+        "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "grid_sampler_2d",
+    )),
+    *(f"{name}{dims}d_backward" for dims in (1, 2, 3)
+      for name in ("reflection_pad", "replication_pad", "upsample_nearest", "_upsample_nearest_exact")),
+    "_softmax_backward_data", "_log_softmax_backward_data", "col2im", "channel_shuffle",
 )  # fmt: skip
 _WORKSPACES: dict[str, Callable[[Sequence[Tensor]], int]] = {
     **{f"aten::{name}": _nothing_but_copies for name in _COPYING},
@@ -284,6 +328,13 @@ _WORKSPACES: dict[str, Callable[[Sequence[Tensor]], int]] = {
     "aten::mm": _products,
     "aten::bmm": _batched_products,
     "aten::im2col": _windows,
+    "aten::pixel_shuffle": _of_channels,
+    "aten::pixel_unshuffle": _of_channels,
+    "aten::upsample_nearest2d": _upsampled,
+    "aten::_upsample_nearest_exact2d": _upsampled,
+    "aten::upsample_bilinear2d": _upsampled_by_lines,
+    "aten::_embedding_bag_backward": _bags_backward,
+    "aten::_embedding_bag_dense_backward": _bags_backward,
     "aten::logsumexp": _one_more,
     "aten::median": _one_more,
     "aten::kthvalue": lambda operands: operands[0].nbytes + 8 * operands[0].numel() if operands[0].is_cpu else 0,
@@ -305,6 +356,9 @@ _OF_ARGUMENTS: dict[str, Callable[[Sequence[Any], Sequence[Tensor]], int]] = {
     "aten::convolution_backward": _convolution_backward,
     "aten::mkldnn_rnn_layer": _lstm,
     "aten::mkldnn_rnn_layer_backward": _lstm_backward,
+    "aten::_upsample_bilinear2d_aa": _antialiased,
+    "aten::_upsample_bicubic2d_aa": _antialiased,
+    "aten::multinomial": _drawn,
     "aten::index_add": _index_add,
     "aten::index_add_": _index_add,
     "aten::roll": _roll,
