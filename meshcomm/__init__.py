@@ -3,9 +3,9 @@
 import importlib
 import typing
 
-from meshcomm.runtime.process.garbage import LaterCollection as _LaterCollection
+from meshcomm.runtime.process.garbage import ToStay as _ToStay
 
-with _LaterCollection():  # what is imported here may be what makes one fall due, of all that torch has
+with _ToStay():  # what is imported here may be what makes one fall due, of all that torch has
     from meshcomm.collectives.agree import fork_rng, sync_seed
     from meshcomm.collectives.broadcast import broadcast
     from meshcomm.collectives.gather import all_gather, all_gather_invariant, shard
@@ -233,7 +233,7 @@ if not typing.TYPE_CHECKING:  # a type checker would take every name for one of 
             return importlib.import_module("meshcomm.parallel")
         if name not in _LATER:
             raise importlib.import_module("meshcomm.elsewhere").missing(__name__, name)
-        with _LaterCollection():
+        with _ToStay():
             value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
         return value
 

@@ -142,7 +142,7 @@ def test_the_root_only_re_exports() -> None:
             assert ast.unparse(node.test) == "not typing.TYPE_CHECKING", text
             assert [getattr(inner, "name", "") for inner in node.body] == ["__getattr__"], text
         elif isinstance(node, ast.With):
-            assert ast.unparse(node.items[0]) == "_LaterCollection()", text
+            assert ast.unparse(node.items[0]) == "_ToStay()", text
             assert all(isinstance(inner, ast.ImportFrom) for inner in node.body), text
         elif isinstance(node, ast.FunctionDef):
             assert node.name == "__dir__", text

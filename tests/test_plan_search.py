@@ -15,7 +15,7 @@ import torch
 import meshcomm as mc
 from meshcomm.layout import search
 from meshcomm.layout.search import State, Step, cheapest
-from meshcomm.runtime.process.garbage import LaterCollection
+from meshcomm.runtime.process.garbage import LaterCollection, ToStay
 
 Cost = tuple[int, int, int]
 Case = tuple[State, State, tuple[int, ...], dict[str, int]]
@@ -268,3 +268,26 @@ def test_who_has_turned_collection_off_finds_it_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_is_imported_is_old_at_once(frozen: bool) -> None:
+    """The first collection after an import need not look at it; what somebody has frozen stays so."""
+    before = gc.get_freeze_count()
+    if before:  # by who runs all tests
+        gc.unfreeze()
+    gc.collect()
+    if frozen:
+        gc.freeze()
+    count = gc.get_freeze_count()
+    try:
+        with ToStay():
+            kept = [[number] for number in range(2000)]
+        old = {id(each) for each in gc.get_objects(generation=2)}
+        assert gc.isenabled()
+        assert gc.get_freeze_count() == count
+        assert all(id(each) in old for each in kept) is not frozen
+    finally:
+        gc.unfreeze()
+        if before:
+            gc.freeze()
