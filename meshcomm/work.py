@@ -104,7 +104,8 @@ class Work(Generic[T]):
         lock, began = self._lock, 0.0 if timeout is None else time.monotonic()
         if lock is None:
             return self._settled(timeout, began)
-        forks.refuse_if_forked("wait")
+        if forks.parent:
+            forks.refuse("wait")
         if timeout is None:
             lock.acquire()  # half of what a with statement takes
         elif not lock.acquire(timeout=timeout):
@@ -304,13 +305,15 @@ def looked_at(work: Work[R], look: Callable[[R], object]) -> Work[R]:
     return work
 
 
-def begun(what: str, axis: Axis, x: Tensor | Kind | None, result: Any) -> Work[Any]:
-    """A work whose result is ``result``, or what that will be; ``x`` is the one tensor that it is about, if it is."""
+def begun(what: str, axis: Axis, x: Tensor | Kind | None, result: Any, skip: int = 3) -> Work[Any]:
+    """A work whose result is ``result``, or what that will be; ``x`` is the one tensor that it is about, if it is.
+    ``skip``: as :func:`noted` has it.
+    """
     if not isinstance(result, Pending):
         return Work(result)
-    seen = (x.dtype, x.shape) if isinstance(x, Tensor) else (None, ()) if x is None else x
+    dtype, shape = (x.dtype, x.shape) if isinstance(x, Tensor) else (None, ()) if x is None else x
     record = result.record()
-    return Work(result, noted(record, what, axis, *seen), axis, record)
+    return Work(result, noted(record, what, axis, dtype, shape, skip), axis, record)
 
 
 def kind_of(x: Tensor) -> Kind:

@@ -255,6 +255,24 @@ def test_the_warning_comes_out_of_a_launch() -> None:
     assert [(each.filename, each.lineno) for each in caught] == [(__file__, line_of("in a launch", __file__))] * 4
 
 
+def begun_at() -> list[str]:
+    mesh = mesh4()
+    works = every_kind(mesh, data(8, seed=mesh.rank))
+    told = [repr(work) for work in works]
+    mc.wait(works)
+    return told
+
+
+def test_each_work_knows_the_line_that_made_it() -> None:
+    """However many functions of the library stand between."""
+    code = every_kind.__code__
+    places = {line for *_, line in code.co_lines() if line is not None and line > code.co_firstlineno + 2}
+    for told in mc.launch(begun_at, ranks=4):
+        found = [int(re.search(r" at test_work_done\.py:(\d+)", each)[1]) for each in told]  # type: ignore[index]
+        assert found == sorted(set(found))
+        assert set(found) <= places
+
+
 def not_dropped() -> list[str]:
     """Waited for in one way or another, or done when it was made."""
     mesh = mesh4()

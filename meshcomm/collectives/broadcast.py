@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from meshcomm.collectives import check
-from meshcomm.collectives.door import EitherOfTree, LaterOfTree, NowOfTree, aside, by_elements, carried
+from meshcomm.collectives.door import EitherOfTree, LaterOfTree, NowOfTree, aside, by_elements, carried, given_by
 from meshcomm.collectives.rule import Rule, apply, rule_named
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
@@ -95,6 +95,9 @@ def broadcast(
         return aside(broadcast, x, axis, src, mesh, bucket_mb, async_op, timeout)
     ax = check.axis_of("broadcast", axis, mesh)
     params = (check.checked_index("broadcast", src, ax, "src"),)
+    if isinstance(x, Tensor):  # most calls, at no call more than needed
+        check.tensor("broadcast", x, ax)
+        return given_by(_BROADCAST, x, ax, params, async_op)
     return carried(_BROADCAST, x, ax, None, params, bucket_mb, async_op, by_elements)
 
 

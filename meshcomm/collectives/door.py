@@ -200,10 +200,14 @@ def by_elements(axis: Axis, *given: Any) -> tuple[Params, Rows]:
     return given, ELEMENTS
 
 
+_OURS = 4
+"""The frames from who looks for the user's line to the public function, or to who carries for it."""
+
+
 def given_by(rule: Rule, x: Tensor, axis: Axis, params: Params, how: bool | Limit, seen: Tensor | None = None) -> Any:
     """What a collective gives of one tensor that it can take. ``seen``: as the user has it."""
     if how is True:
-        return begun(rule.name, axis, x if seen is None else seen, start(rule, x, axis, params))
+        return begun(rule.name, axis, x if seen is None else seen, start(rule, x, axis, params), _OURS)
     return started(rule, x, axis, params, how, seen) if how else apply(rule, x, axis, params)
 
 
@@ -212,7 +216,7 @@ def started(rule: Rule, x: Tensor, axis: Axis, params: Params, how: bool | Limit
     seen = x if seen is None else seen
     if isinstance(how, Limit):
         return start(rule, x, axis, params, ended=lambda y: how.settled(rule.name, axis, seen, y))
-    return begun(rule.name, axis, seen, start(rule, x, axis, params))
+    return begun(rule.name, axis, seen, start(rule, x, axis, params), _OURS)
 
 
 def _handed(what: str, axis: Axis, x: Tensor | Kind | None, result: Any, how: bool | Limit) -> Any:

@@ -188,11 +188,7 @@ _ALL_REDUCE_CURVED = Rule(
     tangent=_push_all_reduce,
     saves=True,
 )
-_REDUCE_SCATTER = Rule(
-    REDUCE_SCATTER,
-    _run_reduce_scatter,
-    _spread,
-)
+_REDUCE_SCATTER = Rule(REDUCE_SCATTER, _run_reduce_scatter, _spread)
 _REDUCE_SCATTER_CURVED = Rule(
     REDUCE_SCATTER,
     _run_reduce_scatter,
@@ -487,6 +483,9 @@ def reduce_scatter(
     ax = check.axis_of("reduce_scatter", axis, mesh)
     lengths = None if sizes is None else check.checked_sizes("reduce_scatter", sizes, ax)
     rule = _REDUCE_SCATTER_CURVED if op in _CURVED else _REDUCE_SCATTER
+    if isinstance(x, Tensor):  # most calls, at no call more than needed
+        check.tensor("reduce_scatter", x, ax)
+        return given_by(rule, x, ax, _scattered(x, ax, dim, op, exact, lengths), async_op)
     in_rows = _scattered_rows if lengths is None else None
     return carried(rule, x, ax, _scattered, (dim, op, exact, lengths), bucket_mb, async_op, in_rows)
 

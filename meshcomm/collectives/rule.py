@@ -206,25 +206,16 @@ def start(
     params: Params = (),
     tree: Described = (),
     ended: Callable[[Tensor], Tensor] | None = None,
+    needs_grad: bool = False,
 ) -> Any:
     """Begin ``rule`` on ``x``: the result, or a Pending of it. ``x`` may change after the call. ``ended``: what a
     caller that waits by itself does with either; then one node is made, as if :func:`apply` had been called.
+    ``needs_grad``: whether ``x`` is that of a node that is made around it.
     """
     if _is_compiling() or functorch_active() or dual_level_open():
         return apply(rule, x, axis, params, tree)
-    if not (x.requires_grad and _makes_graphs()):
-        return _begun(rule, x, axis, params, False, tree, ended)
-    with torch.no_grad():
-        raw = _begun(rule, x.detach(), axis, params, True, tree, ended)
-    if ended is not None:
-        site = call_site()
-        return then(raw, lambda y: rule.node(unwrap_if_dead(x), (axis, params, [site, y])))
-    pair = _Pair(rule, axis, params, version_of(x) if rule.saves else 0)
-    token = _start(unwrap_if_dead(x), pair)
-    return then(raw, lambda y: pair.finish(token, x, y))
-
-
-def _begun(rule: Rule, x: Tensor, axis: Axis, params: Params, needs_grad: bool, tree: Described, ended: Any) -> Tensor:
+    if x.requires_grad and _makes_graphs():
+        return _start_node(rule, x, axis, params, tree, ended)
     link, one_read = axis.link, rule.op.primitive
     if not (rule.local or rule.takes or axis.size == 1 or (one_read and link.copies(one_read, x))):
         x = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
@@ -235,6 +226,19 @@ def _begun(rule: Rule, x: Tensor, axis: Axis, params: Params, needs_grad: bool, 
         return rule.announced(x, axis, params, needs_grad, tree, ended)
     finally:
         told.later = before
+
+
+def _start_node(
+    rule: Rule, x: Tensor, axis: Axis, params: Params, tree: Described, ended: Callable[[Tensor], Tensor] | None
+) -> Any:
+    with torch.no_grad():
+        raw = start(rule, x.detach(), axis, params, tree, ended, True)
+    if ended is not None:
+        site = call_site()
+        return then(raw, lambda y: rule.node(unwrap_if_dead(x), (axis, params, [site, y])))
+    pair = _Pair(rule, axis, params, version_of(x) if rule.saves else 0)
+    token = _start(unwrap_if_dead(x), pair)
+    return then(raw, lambda y: pair.finish(token, x, y))
 
 
 class _Pair:

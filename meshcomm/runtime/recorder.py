@@ -167,16 +167,19 @@ Named = tuple[Any, ...]
 """What makes a call when somebody asks for it."""
 
 
-def noted(record: Record | None, what: str, axis: Any, dtype: torch.dtype | None, shape: Sequence[int]) -> Named:
+def noted(
+    record: Record | None, what: str, axis: Any, dtype: torch.dtype | None, shape: Sequence[int], skip: int = 3
+) -> Named:
     """What makes the public call, of this line of the user's, that a record is of; it is made of that from now on.
 
-    The axis may be gone when somebody asks. Who asks for this is called by a function of the library.
+    The axis may be gone when somebody asks. Who asks for this is called by a function of the library; ``skip``: the
+    frames from the one that looks on that are the library's.
     """
     seen: tuple[Any, ...] | None = None
     if record is not None:
         number, primitive, op, _, _, _, _, known, root, _ = record
         seen = known, primitive, op, root, number
-    call = _public, what, axis.name, axis.own_coordinate, dtype, shape, call_spot(3), backward_pass() != -1, seen
+    call = _public, what, axis.name, axis.own_coordinate, dtype, shape, call_spot(skip), backward_pass() != -1, seen
     if record is not None:
         record[CALL] = call
     return call

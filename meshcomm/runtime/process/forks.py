@@ -11,7 +11,8 @@ from meshcomm.errors import fail
 
 F = TypeVar("F", bound=Callable[[], Any])
 
-_state: dict[str, int] = {}
+parent: dict[str, int] = {}
+"""Its rank, in a process that was forked from one; empty in all others."""
 
 
 def in_every_fork(do: F) -> F:
@@ -30,7 +31,7 @@ def on_fork(rank_of: Callable[[], int | None], forget: Callable[[], object]) -> 
     def forked() -> None:
         rank = rank_of()
         if rank is not None:
-            _state["rank"] = rank
+            parent["rank"] = rank
         _keep_for_ever(forget())
 
 
@@ -43,14 +44,14 @@ def _keep_for_ever(found: object) -> None:
 
 def is_fork() -> bool:
     """Whether this process was forked from a rank."""
-    return bool(_state)
+    return bool(parent)
 
 
 def refuse(where: str) -> NoReturn:
     """What only the parent may do."""
     fail(
         where,
-        f"this process is a fork of rank {_state['rank']}, and no rank itself.",
+        f"this process is a fork of rank {parent['rank']}, and no rank itself.",
         got=f"process {os.getpid()}, forked from process {os.getppid()}",
         fix="communicate in the rank alone (not in a worker of a DataLoader, or of multiprocessing's fork); a process"
         " of its own is started with multiprocessing's spawn",
@@ -59,5 +60,5 @@ def refuse(where: str) -> NoReturn:
 
 def refuse_if_forked(where: str) -> None:
     """As :func:`refuse`, in a fork."""
-    if _state:
+    if parent:
         refuse(where)

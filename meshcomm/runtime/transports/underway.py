@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from threading import get_ident
+from time import monotonic
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ class Started(Noted):
 
     __slots__ = ("_gloo", "_keep", "_link", "_result", "_what", "_work")
     bare = True
+    _mark: Callable[[], Any] | None = None
+    """What a wait without a time-out does, and what there is to note of it."""
 
     def __init__(
         self,
@@ -60,13 +63,10 @@ class Started(Noted):
             said = self._link._error(self._what, error)
             failed(record, said)
             raise said from error
-        marked = self._mark()
+        marked = None if self._mark is None else self._mark()
         if record[ENDED] is None:
-            record[ENDED] = marked or time.monotonic()
+            record[ENDED] = marked or monotonic()
         return self._result
-
-    def _mark(self) -> Any:
-        return None
 
     def _wait(self, timeout: float | None) -> Any:
         try:
