@@ -399,8 +399,8 @@ class Stream(NamedTuple):
         return starts
 
 
-_ON_CPU, _THREADS, _ON_OTHERS = 2**15, 8, 2**24
-"""Blocks at a time: for each of a few threads what stays in its core's cache and is worth the calls, or what bounds the
+_ON_CPU, _THREADS, _ON_OTHERS = 2**16, 8, 2**24
+"""Blocks at a time: for each of a few threads what stays in a cache and is worth a hundred calls, or what bounds the
 memory that is taken meanwhile.
 """
 _FEW = 2**9
