@@ -269,7 +269,9 @@ def measure(options: Namespace, runtime: str) -> dict[str, Any]:
 
 
 def budgets_of(rows: Sequence[Row], backend: str, ranks: int) -> list[Budget]:
-    """The design's budgets, which are for gloo."""
+    """The design's budgets, which are for gloo; and that of ranks of one process."""
+    if backend == RUNTIMES[0]:
+        return budgets_over_memory(rows, bandwidth.OVER_MEMORY[-1:])
     if backend != "gloo":
         return []
     budgets = []
@@ -287,10 +289,12 @@ def budgets_of(rows: Sequence[Row], backend: str, ranks: int) -> list[Budget]:
     return budgets + (budgets_over_memory(rows) if ranks == 2 else [])
 
 
-def budgets_over_memory(rows: Sequence[Row]) -> list[Budget]:
-    """Of two processes, over the same copies and sums in private memory."""
+def budgets_over_memory(
+    rows: Sequence[Row], limits: Sequence[tuple[int, int, float]] = bandwidth.OVER_MEMORY
+) -> list[Budget]:
+    """Of two processes, or of ranks of one, over the same copies and sums in private memory."""
     budgets = []
-    for least, most, limit in bandwidth.OVER_MEMORY:
+    for least, most, limit in limits:
         found = {
             f"{row.collective} of {bandwidth.show_size(row.size)}": row.ours.time / row.floor
             for row in rows

@@ -9,6 +9,7 @@ from numbers import Integral
 from typing import Any, Literal, TypeVar
 
 from meshcomm.errors import fail
+from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.start import devices, world
 from meshcomm.runtime.start.request import duration, switch
 from meshcomm.runtime.transports.dry.world import dry_world
@@ -107,7 +108,10 @@ def launch(
         )
         return results
     devices.choose_backend(backend, "launch")
-    return world_of(ranks, limit).run(lambda: to_its_end(fn, args, kwargs or {}))
+    try:
+        return world_of(ranks, limit).run(lambda: to_its_end(fn, args, kwargs or {}))
+    finally:
+        reserve.trim(0)
 
 
 def to_its_end(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,8 +135,9 @@ def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 0 < reserve.held <= 8 * 2**20
     assert reserve.empty((4 * 2**20,), torch.empty(0)).numel() == 4 * 2**20  # too large, and not kept
     assert reserve.held <= 8 * 2**20
-    monkeypatch.setattr(reuse, "_LONG", 0.0)
     reserve.trim()
+    assert reserve.held
+    reserve.trim(0)
     assert reserve.held == 0
     monkeypatch.setenv(reuse.SWITCH, "0")
     reserve = Reserve()
@@ -223,6 +225,87 @@ def subclasses(size: int) -> None:
 @pytest.mark.parametrize("size", [3, 2**17])
 def test_results_are_of_the_class_that_they_were(pool4: Any, size: int) -> None:
     pool4.run(subclasses, size)
+
+
+@needs_counts
+def test_results_of_collectives_of_ranks_of_one_process() -> None:
+    first, second, *_ = mc.launch(large_results, ranks=4)
+    assert 10 <= first < 28
+    assert 10 <= second < 28
+    assert reuse.reserve.held == 0  # when the launch has ended
+
+
+def of_every_collective() -> dict[str, Tensor]:
+    """What each gives of several dtypes and layouts, the last of three times; no two share memory."""
+    mesh, found = mc.make_mesh({"a": 4}), dict[str, Tensor]()
+    index, x = mesh.rank, torch.arange(2.0**12).view(4, -1).add(mesh.rank).sin()
+    other = [(i, (i + 1) % 4) for i in range(3)]
+    calls: dict[str, Callable[[Tensor], Any]] = {
+        **{f"all_reduce {op}": lambda x, op=op: mc.all_reduce(x, "a", op) for op in ("sum", "mean", "product", "max")},
+        "all_reduce exact": lambda x: mc.all_reduce(x, "a", exact=True),
+        "all_gather": lambda x: mc.all_gather(x, "a"),
+        **{f"reduce_scatter {op}": lambda x, op=op: mc.reduce_scatter(x, "a", op=op) for op in ("sum", "mean", "min")},
+        "all_to_all": lambda x: mc.all_to_all(x, "a", 0, 0),
+        "all_to_all of sizes": lambda x: mc.all_to_all(
+            x.expand(4, -1, -1).reshape(16, -1), "a", 0, 0, send_sizes=[1, 2, 3, 10], recv_sizes=[(1, 2, 3, 10)[index]] * 4
+        ),
+        "permute": lambda x: mc.permute(x, "a", other),
+        "broadcast": lambda x: mc.broadcast(x, "a", 2),
+        "reduce": lambda x: mc.reduce(x, "a", 1),
+        "gather": lambda x: mc.gather(x, "a", 3),
+        "scatter": lambda x: mc.scatter(None if index else x, "a", 0, like=x[:1]),
+        "exchange": lambda x: mc.exchange([(x, (index + 1) % 4)], [((index - 1) % 4, x.shape, x.dtype)], "a")[0],
+    }  # fmt: skip
+    with mc.use_mesh(mesh):
+        for name, call in calls.items():
+            for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.int16):
+                if dtype == torch.int16 and name.endswith(("mean", "exact")):
+                    continue
+                if dtype == torch.complex64 and name.endswith(("max", "min", "exact")):
+                    continue
+                given = x.to(dtype)
+                for layout, each in enumerate((given, given.t().contiguous().t(), given.conj())):
+                    got = [y for y in (call(each) for _ in range(3)) if y is not None]
+                    assert len({y.untyped_storage()._cdata for y in (each, *got)}) == 1 + len(got)
+                    if got:
+                        found[f"{name} {dtype} {layout}"] = got[-1].resolve_conj()
+    return found
+
+
+@needs_counts
+def test_ranks_of_one_process_get_the_same_in_memory_that_was_used_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = mc.launch(of_every_collective, ranks=4)
+    monkeypatch.setattr(reuse, "_LEAST", 2**10)
+    for each, plain in zip(mc.launch(of_every_collective, ranks=4), wanted, strict=True):
+        assert each.keys() == plain.keys()
+        assert [name for name, y in each.items() if not torch.equal(y, plain[name])] == []
+
+
+def dropped_results() -> int:
+    """How many results of calls, waited for at once or later, are still there when nobody has them any more."""
+    mesh, x = mc.make_mesh({"a": 2}), torch.ones(8)
+    got: list[weakref.ref[Any]] = []
+    with mc.use_mesh(mesh):
+        other = 1 - mesh.rank
+        for later in (False, True):
+            for call in (
+                lambda **how: mc.all_reduce(x, "a", **how), lambda **how: mc.all_gather(x, "a", **how),
+                lambda **how: mc.all_to_all(x, "a", 0, 0, **how), lambda **how: mc.shift(x, "a", **how),
+                lambda **how: mc.exchange([(x, other)], [(other, x.shape, x.dtype)], "a", **how),
+            ):  # fmt: skip
+                found = call(async_op=True).wait() if later else call()
+                got.append(weakref.ref(found[0] if isinstance(found, list) else found))
+                found = None
+        mc.barrier("a")
+    return sum(each() is not None for each in got)
+
+
+def test_nothing_else_has_a_result_of_ranks_of_one_process() -> None:
+    gc.disable()
+    try:
+        assert mc.launch(dropped_results, ranks=2) == [0, 0]
+    finally:
+        gc.enable()
 
 
 @needs_counts

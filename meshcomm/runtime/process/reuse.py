@@ -9,6 +9,7 @@ and forgotten here at any time.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
@@ -73,39 +74,48 @@ class Reserve:
 
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """A new dense tensor of this shape, of the dtype of ``like``, which is on the CPU."""
+        found = self.find(shape, like)
+        return like.new_empty(shape) if found is None else found[0]
+
+    def find(self, shape: Sequence[int], like: Tensor, count: int = 1) -> list[Tensor] | None:
+        """So many of them, the results of one call; None if they had better be torch's: nobody has asked for such
+        before, or they are too small or too large to be kept.
+        """
         nbytes = math.prod(shape) * like.itemsize
         # Who holds the lock may be this thread, in the middle of what frees something else.
         if not _LEAST <= nbytes <= self._room or not self._gives() or not self._lock.acquire(blocking=False):
-            return like.new_empty(shape)
+            return None
         try:
-            kept = self._take(nbytes)
-            return like.new_empty(shape) if kept is None else like.new_empty(0).set_(kept.storage, 0, shape, ())
+            kept = self._take(nbytes, count)
+            return None if kept is None else [like.new_empty(0).set_(each.storage, 0, shape, ()) for each in kept]
         finally:
             self._lock.release()
 
-    def _take(self, nbytes: int) -> _Kept | None:
+    def _take(self, nbytes: int, count: int) -> list[_Kept] | None:
         now, mine = self._now(), self._kept
-        found = next((kept for kept in mine if kept.nbytes == nbytes and kept.is_free()), None)
-        if found is None and nbytes not in self._asked:  # what is never asked for again is not kept
+        free = (kept for kept in mine if kept.nbytes == nbytes and kept.is_free())
+        found = [*itertools.islice(free, count)]
+        if len(found) < count and nbytes not in self._asked:  # what is never asked for again is not kept
             self._asked.append(nbytes)
             return None
-        if found is None:
-            found = _Kept(nbytes)
-            self.held += nbytes
-        else:
-            mine.remove(found)
-        found.given = now
-        mine.append(found)
+        for kept in found:
+            mine.remove(kept)
+        new = [_Kept(nbytes) for _ in range(count - len(found))]
+        self.held += nbytes * len(new)
+        found += new
+        for kept in found:
+            kept.given = now
+        mine += found
         while self.held > self._room or len(mine) > _MOST or now - mine[0].given > _LONG:
             self.held -= mine.pop(0).nbytes
         return found
 
-    def trim(self) -> None:
-        """Forget what was not asked for in a long time."""
+    def trim(self, seconds: float = _LONG) -> None:
+        """Forget what was not asked for in so long a time."""
         if self._kept and self._lock.acquire(blocking=False):
             try:
-                end = self._now() - _LONG
-                while self._kept and self._kept[0].given < end:
+                end = self._now() - seconds
+                while self._kept and self._kept[0].given <= end:
                     self.held -= self._kept.pop(0).nbytes
             finally:
                 self._lock.release()

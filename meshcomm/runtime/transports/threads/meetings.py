@@ -82,7 +82,10 @@ class Batch:
     open: int
     error: str | None = None
     waited: bool = False
-    wants: list[Message] = field(default_factory=list)
+    devices: list[torch.device] = field(default_factory=list)
+    """Of what is asked for, in its order."""
+    got: list[Tensor | None] = field(default_factory=list)
+    """What has come of that. The batch knows no message, which knows the batch: else its tensors would stay."""
 
     @property
     def over(self) -> bool:
@@ -96,19 +99,19 @@ class Batch:
 
     def received(self) -> list[Tensor]:
         """What has come, on the devices asked for."""
-        return [message.got.to(message.device) for message in self.wants if message.got is not None]
+        return [x.to(device) for x, device in zip(self.got, self.devices, strict=True) if x is not None]
 
 
 @dataclass(eq=False)
 class Message:
-    """One of them: what is sent, or what is asked for and has come."""
+    """One of them: what is sent, or asked for."""
 
     batch: Batch
     x: Tensor | None
     shape: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device | None = None
-    got: Tensor | None = None
+    place: int = 0
+    """Which of those that its batch asks for."""
 
 
 class Circle:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic
 from types import CodeType
 from typing import Any
@@ -24,6 +25,7 @@ from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.recorder import DROPPED, ENDED, THREAD, Owner, Record, failed, inside_again, log_among
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.protocol import Defaults
+from meshcomm.runtime.transports.threads import results
 from meshcomm.runtime.transports.threads.meetings import Batch, Came, Circle, Meeting, Message
 from meshcomm.runtime.transports.threads.scheduler import Rank, current_rank, local
 from meshcomm.runtime.whose import differ
@@ -241,58 +243,48 @@ class InProcessLink(Defaults):
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """Folded by index, whatever the order of arrival."""
-        result: Tensor = self._same(x, op, x, lambda xs: _copies(dtypes.fold(op, xs), len(xs)))
+        result: Tensor = self._same(x, op, x, partial(results.reduced, op))
         return result
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Stacked in order of index."""
-        result: Tensor = self._same(x, "", x, lambda xs: _copies(torch.stack(xs), len(xs)))
+        result: Tensor = self._same(x, "", x, results.gathered)
         return result
 
     def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
         """Each row folded by index."""
-        result: Tensor = self._same(x, op, x, lambda xs: [_copy(row) for row in dtypes.fold(op, xs)])
+        result: Tensor = self._same(x, op, x, partial(results.scattered, op))
         return result
 
     def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
         """Runs handed over; what one sends must be what the other expects."""
         call = self._called((x.dtype,), send=tuple(send), recv=tuple(recv))
-        result: Tensor = self._meet(call, (x, send, recv), _swap)
+        result: Tensor = self._meet(call, (x, send, recv), results.swapped)
         return result
 
     def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
         """Every rank takes what its source has brought."""
-
-        def compute(given: list[tuple[Tensor, int | None]]) -> list[Tensor]:
-            return [x.new_zeros(x.shape) if s is None else _copy(given[s][0]) for x, s in given]
-
-        result: Tensor = self._same(x, "", (x, source), compute)
+        result: Tensor = self._same(x, "", (x, source), results.permuted)
         return result
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """Copies of what ``src`` has brought."""
-        result: Tensor = self._same(x, f"src={src}", x, lambda xs: _copies(_copy(xs[src]), len(xs)))
+        result: Tensor = self._same(x, f"src={src}", x, partial(results.sent, src))
         return result
 
     def reduce(self, x: Tensor, op: str, dst: int) -> Tensor | None:
         """As all_reduce, for ``dst``."""
-        result: Tensor | None = self._same(x, f"{op} dst={dst}", x, lambda xs: _only(dtypes.fold(op, xs), dst, len(xs)))
+        result: Tensor | None = self._same(x, f"{op} dst={dst}", x, partial(results.reduced_to, dst, op))
         return result
 
     def gather(self, x: Tensor, dst: int) -> Tensor | None:
         """As all_gather, for ``dst``."""
-        result: Tensor | None = self._same(x, f"dst={dst}", x, lambda xs: _only(torch.stack(xs), dst, len(xs)))
+        result: Tensor | None = self._same(x, f"dst={dst}", x, partial(results.gathered_to, dst))
         return result
 
     def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
         """Rows of what ``src`` has brought."""
-
-        def compute(xs: list[Tensor | None]) -> list[Tensor]:
-            whole = xs[src]
-            assert whole is not None
-            return [row.clone() for row in whole.unbind()]
-
-        result: Tensor = self._same(like, f"src={src}", x, compute)
+        result: Tensor = self._same(like, f"src={src}", x, partial(results.rows_of, src))
         return result
 
     def barrier(self) -> object:
@@ -325,7 +317,7 @@ class InProcessLink(Defaults):
     def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
         """Messages meet by (source, destination, tag) in order; a send returns when it has been received."""
         if told.later:
-            copies = [(x.clone(), dst, tag) for x, dst, tag in posts]
+            copies = [(results.copied(x), dst, tag) for x, dst, tag in posts]
             letters: Any = _Letters(self, self._offer_all(copies, wants))
             return letters  # type: ignore[no-any-return]
         batch = self._offer_all(posts, wants)
@@ -337,10 +329,9 @@ class InProcessLink(Defaults):
         batch = Batch(self._rank, call, self.log.message(posts, wants), len(posts) + len(wants))
         for x, dst, tag in posts:
             self._offer((self.index, dst, tag), Message(batch, dtypes.plain(x.detach()), tuple(x.shape), x.dtype))
-        for src, shape, dtype, tag, device in wants:
-            message = Message(batch, None, shape, dtype, device)
-            batch.wants.append(message)
-            self._offer((src, self.index, tag), message)
+        batch.devices, batch.got = [device for *_, device in wants], [None] * len(wants)
+        for place, (src, shape, dtype, tag, _) in enumerate(wants):
+            self._offer((src, self.index, tag), Message(batch, None, shape, dtype, place))
         return batch
 
     def _settle(self, batch: Batch, timeout: float | None = None) -> None:
@@ -387,7 +378,7 @@ class InProcessLink(Defaults):
             )
             post.batch.error = want.batch.error = error
         else:
-            want.got = post.x.clone()
+            want.batch.got[want.place] = results.copied(post.x)
         for batch in (post.batch, want.batch):
             batch.open -= 1
             if batch.over and batch.waited:
@@ -457,31 +448,3 @@ class _Letters(Pending):
     def abandon(self) -> None:
         """What was sent can be received all the same."""
         self._batch.record[ENDED] = DROPPED
-
-
-def _copy(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _copies(x: Tensor, count: int) -> list[Tensor]:
-    # One tensor object handed to several ranks would share its grad_fn between them.
-    return [x, *[x.clone() for _ in range(count - 1)]]
-
-
-def _only(x: Tensor, dst: int, count: int) -> list[Tensor | None]:
-    return [x if index == dst else None for index in range(count)]
-
-
-def _swap(given: list[tuple[Tensor, Sequence[int], Sequence[int]]]) -> list[Tensor]:
-    lengths = set[int]().union(*(send for _, send, _ in given), *(recv for *_, recv in given))
-    if len(lengths) == 1:  # with one copy for all, not one for each pair of ranks
-        rows = torch.stack([x.reshape(len(given), *lengths) for x, _, _ in given], 1)
-        return [_copy(row.reshape(-1)) for row in rows]
-    runs = [x.split(list(send)) for x, send, _ in given]
-    for source, (_, send, _) in enumerate(given):
-        for target, (_, _, recv) in enumerate(given):
-            if send[target] != recv[source]:
-                raise ValueError(
-                    f"index {source} sends {send[target]} elements to index {target}, which expects {recv[source]}."
-                )
-    return [torch.cat([runs[source][target] for source in range(len(given))]) for target in range(len(given))]

@@ -1,0 +1,118 @@
+"""What the ranks of one process get of a call, made of what all have brought, by the one that came last.
+
+Results are large or small: large ones lie in memory that was used before, as those of processes of one machine do, for
+fresh pages cost more than what is written to them. Each rank has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from meshcomm.runtime.process.reuse import reserve
+from meshcomm.runtime.transports import dtypes
+
+_DENSE = Tensor, Parameter
+
+
+def copied(x: Tensor) -> Tensor:
+    """One tensor."""
+    return _copy(x, *_places(x, x.shape, 1))
+
+
+def reduced(op: str, xs: list[Tensor]) -> list[Tensor]:
+    """Folded by index, whatever the order of arrival."""
+    places = _places(xs[0], xs[0].shape, len(xs))
+    return _copies(dtypes.fold(op, xs, out=places[0]), places)
+
+
+def reduced_to(dst: int, op: str, xs: list[Tensor]) -> list[Tensor | None]:
+    """The same, for one rank."""
+    return _only(dst, dtypes.fold(op, xs, out=_places(xs[0], xs[0].shape, 1)[0]), len(xs))
+
+
+def gathered(xs: list[Tensor]) -> list[Tensor]:
+    """Stacked in order of index."""
+    places = _places(xs[0], (len(xs), *xs[0].shape), len(xs))
+    return _copies(torch.stack(xs, out=places[0]), places)
+
+
+def gathered_to(dst: int, xs: list[Tensor]) -> list[Tensor | None]:
+    """The same, for one rank."""
+    return _only(dst, torch.stack(xs, out=_places(xs[0], (len(xs), *xs[0].shape), 1)[0]), len(xs))
+
+
+def scattered(op: str, xs: list[Tensor]) -> list[Tensor]:
+    """Each row folded by index."""
+    places = _places(xs[0], xs[0].shape[1:], len(xs))
+    if places[0] is None:
+        return [_copy(row) for row in dtypes.fold(op, xs)]
+    return [dtypes.fold(op, [x[i] for x in xs], out=into) for i, into in enumerate(places)]
+
+
+def rows_of(src: int, xs: list[Tensor | None]) -> list[Tensor]:
+    """Those of what ``src`` has brought."""
+    whole = xs[src]
+    assert whole is not None
+    places = _places(whole, whole.shape[1:], len(xs))
+    return [_copy(row, into) for row, into in zip(whole.unbind(), places, strict=True)]
+
+
+def sent(src: int, xs: list[Tensor]) -> list[Tensor]:
+    """Copies of what ``src`` has brought."""
+    return [_copy(xs[src], into) for into in _places(xs[src], xs[src].shape, len(xs))]
+
+
+def permuted(given: list[tuple[Tensor, int | None]]) -> list[Tensor]:
+    """Every rank takes what its source has brought; zeros without one."""
+    first = given[0][0]
+    places = iter(_places(first, first.shape, sum(source is not None for _, source in given)))
+    return [
+        x.new_zeros(x.shape) if source is None else _copy(given[source][0], next(places)) for x, source in given
+    ]  # fmt: skip
+
+
+def swapped(given: list[tuple[Tensor, Sequence[int], Sequence[int]]]) -> list[Tensor]:
+    """Runs handed over; what one sends must be what the other expects."""
+    first, count = given[0][0], len(given)
+    lengths = set[int]().union(*(send for _, send, _ in given), *(recv for *_, recv in given))
+    if len(lengths) == 1:
+        [length] = lengths
+        rows, places = [x.reshape(count, length) for x, _, _ in given], _places(first, (count * length,), count)
+        if places[0] is None:  # with one copy for all, not one for each pair of ranks
+            return [_copy(row.reshape(-1)) for row in torch.stack(rows, 1)]
+        return [torch.cat([row[i] for row in rows], out=into) for i, into in enumerate(places)]
+    runs = [x.split(list(send)) for x, send, _ in given]
+    for source, (_, send, _) in enumerate(given):
+        for target, (_, _, recv) in enumerate(given):
+            if send[target] != recv[source]:
+                raise ValueError(
+                    f"index {source} sends {send[target]} elements to index {target}, which expects {recv[source]}."
+                )
+    return [
+        torch.cat([run[target] for run in runs], out=_places(first, (sum(recv),), 1)[0])
+        for target, (_, _, recv) in enumerate(given)
+    ]
+
+
+def _places(like: Tensor, shape: Sequence[int], count: int) -> Sequence[Tensor | None]:
+    """Where so many results go, of the dtype of ``like``; None: to memory that torch takes."""
+    if type(like) in _DENSE and like.is_cpu and (found := reserve.find(shape, like, count)) is not None:
+        return found
+    return [None] * count
+
+
+def _copy(x: Tensor, into: Tensor | None = None) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format) if into is None else into.copy_(x)
+
+
+def _copies(x: Tensor, places: Sequence[Tensor | None]) -> list[Tensor]:
+    # One tensor object handed to several ranks would share its grad_fn between them.
+    return [x, *[_copy(x, into) for into in places[1:]]]
+
+
+def _only(dst: int, x: Tensor, count: int) -> list[Tensor | None]:
+    return [x if index == dst else None for index in range(count)]
