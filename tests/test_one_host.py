@@ -396,6 +396,34 @@ def test_who_is_interrupted_while_it_lends_has_lent_nothing() -> None:
     assert all(segment.is_free() for segment in room._small)
 
 
+def test_pages_that_a_program_does_not_go_on_with_are_given_back() -> None:
+    room, mib = lending.Room(), 2**20
+
+    def pages(segment: lending.Segment) -> int:
+        return 512 * os.fstat(segment.fd).st_blocks
+
+    def lend(nbytes: int) -> lending.Segment:
+        lent = room.lend(nbytes, (0,), (), patient=False)
+        lent.part(nbytes, torch.uint8).fill_(7)
+        return lent
+
+    first, still_read, small = lend(3 * mib), lend(3 * mib), lend(mib)
+    first.returned(0)
+    small.returned(0)
+    for _ in range(2):  # with the three and one MiB that came after it not yet twice as much
+        lend(mib).returned(0)
+        assert pages(first) > 3 * mib
+    lend(mib).returned(0)
+    assert pages(first) == lending.PAGE
+    assert not first.touched
+    assert pages(small) > mib  # it is what the program goes on with
+    assert bool((still_read.part(3 * mib, torch.uint8) == 7).all())
+    assert lend(3 * mib) is first
+    assert first.is_free() is False
+    for segment in (first, still_read, small):
+        os.close(segment.fd)
+
+
 FIRST_CALLS: dict[str, Callable[[Tensor, mc.Mesh], object]] = {
     "all_reduce": lambda x, mesh: mc.all_reduce(x, "b", mesh=mesh),
     "all_gather": lambda x, mesh: mc.all_gather(x, "b", mesh=mesh),

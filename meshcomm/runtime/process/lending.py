@@ -13,7 +13,9 @@ would clear a byte of the next call that the segment is lent for, perhaps of a t
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import mmap
 import os
 import threading
 import time
@@ -43,6 +45,10 @@ _KEEP = 2**28
 """Bytes that a process keeps to lend them again."""
 _MUCH, _LITTLE = 2**27, 0.1
 """Bytes of segments beyond which a rank waits so many seconds for one to come back before it makes another."""
+_STALE = 2
+"""How many times the bytes that lie in a large segment are lent in others before its pages are given back: to have them
+again costs about as much as to write to them.
+"""
 _MAPPED = 256
 """The most segments of others that stay mapped."""
 
@@ -60,7 +66,8 @@ class Segment:
     """A part of a memory: in its first page one byte per reader and a state; then what is lent."""
 
     __slots__ = (
-        "_part", "bytes", "cells", "fd", "flags", "kept", "number", "offset", "readers", "serial", "size", "whole",
+        "_mapped", "_part", "bytes", "cells", "fd", "flags", "kept", "lent_at", "number", "offset", "readers", "serial",
+        "size", "touched", "whole",
     )  # fmt: skip
 
     def __init__(self, memory: Memory, offset: int, size: int) -> None:
@@ -73,7 +80,10 @@ class Segment:
             with _torch.outside_transforms():  # it outlives whatever the first user is in the middle of
                 self.bytes = _bytes_of(memory, offset + PAGE, size - PAGE)
         self._part: tuple[int, torch.dtype, Tensor] | None = None
+        self._mapped = memory.mapped
         self.kept = True
+        self.touched = self.lent_at = 0
+        """Bytes that were lent since its pages were given back, and when: by all bytes that were lent till then."""
         self.readers: Sequence[Reader] = ()
         self.number = 0  # of the call that it was lent for last
 
@@ -104,6 +114,12 @@ class Segment:
         """No reader will come."""
         self.flags[:READERS] = _NOBODY
 
+    def give_back(self) -> None:
+        """Its pages, but for the first one. What is written there next takes new ones."""
+        self.touched = 0
+        with contextlib.suppress(OSError):
+            self._mapped.madvise(mmap.MADV_REMOVE, self.offset + PAGE, self.size - PAGE)
+
     def wanted(self) -> list[tuple[Segment, Reader]]:
         """The readers that are alive and have not finished."""
         return [(self, reader) for reader in self.readers if self.flags[reader.place] and not reader.is_gone()]
@@ -127,7 +143,7 @@ class Room:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._segments: list[Segment] = []
-        self._kept = 0
+        self._kept = self._lent = 0
         self._small: list[Segment] = []
         self._next = 0
 
@@ -151,6 +167,8 @@ class Room:
                         raise OSError(errno.EMFILE, "as much is lent as shall be")
                     found = self._another(PAGE + max(_SLOT, 1 << (nbytes - 1).bit_length()))
                 lent = found
+                if need > _SLOT:
+                    self._note(lent, nbytes)
                 for place in places:
                     lent.flags[place] = 1
                 lent.readers = readers
@@ -184,6 +202,14 @@ class Room:
             if segment.size >= need and (found is None or segment.size < found.size) and segment.is_free():
                 found = segment
         return found
+
+    def _note(self, lent: Segment, nbytes: int) -> None:
+        """That it is lent, and so which others are not: a program goes on with some of those that it began with."""
+        self._lent = now = self._lent + nbytes
+        lent.lent_at, lent.touched = now, max(lent.touched, nbytes)
+        for segment in self._segments:
+            if segment.touched and now - segment.lent_at > _STALE * segment.touched and segment.is_free():
+                segment.give_back()
 
     def _wait_for(self, need: int) -> Segment | None:
         end = time.monotonic() + _LITTLE
