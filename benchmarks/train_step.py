@@ -7,10 +7,12 @@
 
 First the host's part alone, on torch's fake backend (8 ranks, of which this process is rank 0, one thread): time of
 this process per step, and of one step the most memory and the collectives. fully_shard has one unit per block on both
-sides. "raw collectives" is the floor: the step of one rank and the same collectives as bare C++ calls of the process
-group. Then steps on gloo, on 2 and on 4 processes of this machine, where a number is the median over the steps of the
-slowest rank's time. The candidates take turns. There "one rank" is the floor: each process computes its step alone, at
-the same time as the others; of tensor parallelism the whole layers, which is no floor but what it saves.
+sides. "raw collectives" is a floor: the step of one rank and the same collectives as bare C++ calls of the process
+group; "bare hooks" is one of fully sharded blocks: the least of hooks and nodes that they need in Python, without a
+check (``benchmarks.bare_fsdp``). Then steps on gloo, on 2 and on 4 processes of this machine, where a number is the
+median over the steps of the slowest rank's time. The candidates take turns. There "one rank" is the floor: each process
+computes its step alone, at the same time as the others; of tensor parallelism the whole layers, which is no floor but
+what it saves.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
 import meshcomm as mc
-from benchmarks import plots
+from benchmarks import bare_fsdp, plots
 from benchmarks.common import (
     RANKS,
     Budget,
@@ -54,7 +56,7 @@ from benchmarks.tracked import Tracked
 from meshcomm.parallel import data_parallel, fully_shard, tensor_parallel
 
 PLAIN = "one rank"
-FLOOR = "raw collectives (floor)"
+FLOOR, BARE = "raw collectives (floor)", "bare hooks (floor)"
 OURS = "meshcomm"
 DDP, FSDP, TP = "data parallel", "fully sharded", "tensor parallel"
 TORCHS = {DDP: "DistributedDataParallel", FSDP: "fully_shard", TP: "parallelize_module"}
@@ -215,6 +217,23 @@ def raw_step(kind: str, size: Size) -> Step:
     return with_collectives
 
 
+def bare_step(size: Size) -> Step:
+    """A fully sharded step with as little around it as can be."""
+    torch.manual_seed(0)
+    model = Stack(size)
+    units = bare_fsdp.sharded(model, list(model.blocks))
+    x = torch.randn(size.batch, size.tokens, size.width)
+
+    def step() -> None:
+        with bare_fsdp.saved_by_place():
+            loss = model(x).square().mean()
+        loss.backward()
+        for unit in units:
+            unit.shard.grad = None
+
+    return step
+
+
 # --------------------------------------------------------------------------------------------- the host's part alone
 
 
@@ -242,7 +261,8 @@ def on_fake(sizes: Mapping[str, Size], repeats: int) -> dict[str, dict[str, dict
             makers = {who: make for (what, who), make in MAKERS.items() if what == kind}
             found[kind] = {who: tracked_step(make, size) for who, make in makers.items()}
             kept = {who: step_of(make, size, 0) for who, make in makers.items()}
-            steps = {FLOOR: raw_step(kind, size)} | {who: step for who, (step, _) in kept.items()}
+            floors = {FLOOR: raw_step(kind, size)} | ({BARE: bare_step(size)} if kind == FSDP else {})
+            steps = floors | {who: step for who, (step, _) in kept.items()}
             taken: dict[str, list[float]] = {who: [] for who in steps}
             for number in range(repeats + 2):
                 for who, step in steps.items():
@@ -250,7 +270,8 @@ def on_fake(sizes: Mapping[str, Size], repeats: int) -> dict[str, dict[str, dict
                     step()
                     if number >= 2:
                         taken[who].append(time.process_time() - start)
-            found[kind][FLOOR] = {"peak": 0, "at_rest": 0, "collectives": {}, "bytes": 0}
+            for who in floors:
+                found[kind][who] = {"peak": 0, "at_rest": 0, "collectives": {}, "bytes": 0}
             for who, each in taken.items():
                 found[kind][who]["seconds"] = median(each)
     mc.shutdown()

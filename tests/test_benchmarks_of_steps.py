@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import meshcomm as mc
 from benchmarks import all as all_of_them
-from benchmarks import checker, growth, overhead, peers, train_step
+from benchmarks import bare_fsdp, checker, growth, overhead, peers, train_step
 from benchmarks import guard as guard_costs
 from benchmarks import overlap as overlap_costs
 from benchmarks.common import Budget, as_json
@@ -71,6 +72,29 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     assert done.returncode == 0, done.stderr
     assert "Budgets, of medians" in done.stdout
     return json.loads(path.read_text())
+
+
+def bare_gradients() -> None:
+    """Of one process as of another, and as without any."""
+    mc.make_mesh({"ranks": -1})
+
+    def made() -> train_step.Stack:
+        torch.manual_seed(0)
+        return train_step.Stack(train_step.Size(2, 8, 3, 2))
+
+    x, model, alone = torch.ones(2, 3, 8), made(), made()
+    units = bare_fsdp.sharded(model, list(model.blocks))
+    with bare_fsdp.saved_by_place():
+        loss = model(x).square().mean()
+    loss.backward()
+    alone(x).square().mean().backward()
+    for unit, part in zip(units, [*alone.blocks, alone.first], strict=True):
+        whole = torch.cat([*(p.grad.reshape(-1) for p in part.parameters()), unit.zeros])
+        torch.testing.assert_close(unit.shard.grad, whole.chunk(dist.get_world_size())[dist.get_rank()])
+
+
+def test_the_bare_step_is_one_of_a_sharded_model(pool4: Any) -> None:
+    pool4.run(bare_gradients)
 
 
 @pytest.mark.thorough

@@ -47,7 +47,7 @@ Sizes = tuple[int, ...] | None
 
 
 def _sum_over(x: Tensor, axis: Axis) -> Tensor:
-    return apply(_ALL_REDUCE, x, axis, ("sum",))
+    return _summed(x, axis)
 
 
 def _vary(x: Tensor, axis: Axis) -> Tensor:

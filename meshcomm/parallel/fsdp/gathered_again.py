@@ -79,12 +79,12 @@ def _pack(x: Tensor) -> tuple[Any, ...]:
             if first <= place < last and x.dtype == dtype:
                 return again, at, x.size(), x.stride(), (place - first) // width
     # Autograd knows of whom it is the result; kept with that, a node would keep itself.
-    return x if x.is_leaf else x.detach(), x._version
+    return None, x if x.is_leaf else x.detach(), x._version
 
 
 def _unpack(saved: tuple[Any, ...]) -> Tensor:
-    if len(saved) == 2:
-        x, version = saved
+    if saved[0] is None:  # most are
+        _, x, version = saved
         if x._version != version:  # autograd does not look where there are hooks
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "

@@ -22,24 +22,22 @@ _MOST = 6
 class _Piece:
     """A storage that was given."""
 
-    __slots__ = ("base", "dtype", "length", "storage")
+    __slots__ = ("base", "dtype", "length", "nbytes", "storage")
 
     def __init__(self, like: Tensor, length: int) -> None:
         self.base = like.new_empty(length)
         self.storage = self.base.untyped_storage()
-        self.length, self.dtype = length, self.base.dtype
+        self.length, self.dtype, self.nbytes = length, self.base.dtype, self.base.nbytes
 
     def is_free(self) -> bool:
         """Whether nobody else has it, and it is as it was."""
         storage = self.storage
-        if _torch.of_tensor(storage, besides=1) or getrefcount(storage) > _UNHELD:
-            return False
-        if storage.nbytes() != self.base.nbytes:
+        if _of_tensor(storage, 1) or getrefcount(storage) > _UNHELD or storage.nbytes() != self.nbytes:
             return False
         return storage.resizable() and not storage.is_shared()  # as numpy and other processes leave it
 
 
-_COUNTS = _torch.counts_uses()
+_COUNTS, _of_tensor, _modes = _torch.counts_uses(), _torch.of_tensor, _torch.dispatch_modes
 _SPARE = _Piece(torch.empty(0, device="cpu"), 1)
 _UNHELD = getrefcount(_SPARE.storage) + 1
 """As many references as Python has to a storage that nobody else has, beside the one who looks."""
@@ -57,13 +55,13 @@ class Memory:
         """A new flat tensor of the dtype of ``like``, on its device. Only the CPU's: others keep such memory
         themselves.
         """
-        if not (like.is_cpu and type(like) is Tensor and _COUNTS) or _torch.dispatch_modes():
+        if not (like.is_cpu and type(like) is Tensor and _COUNTS) or _modes():
             return like.new_empty(length)
         if _torch.functorch_active() or torch.is_inference_mode_enabled():  # a tensor of that mode stays in it
             return like.new_empty(length)
         pieces, dtype = self._pieces, like.dtype
         for piece in pieces:
-            if piece.length == length and piece.dtype == dtype and piece.is_free():
+            if piece.length == length and piece.dtype == dtype and not _of_tensor(piece.storage, 1) and piece.is_free():
                 return piece.base.data  # a tensor of its own: nothing of what the last one had is known of it
         if pieces:  # never more than there would be without this
             pieces[:] = [piece for piece in pieces[1 - _MOST :] if not piece.is_free()]

@@ -41,7 +41,7 @@ class Kind(NamedTuple):
 
     def along_features(self, bias: Tensor) -> Tensor:
         """A bias, to be added to what comes out."""
-        return bias.view(-1, *(1,) * (-1 - self.features))
+        return bias if self.features == -1 else bias.view(-1, *(1,) * (-1 - self.features))
 
 
 _LINEAR = Kind("Linear", 0, 1, F.linear)

@@ -1,0 +1,123 @@
+"""The least that fully sharded blocks are in Python over torch's own parts: the floor of the host's time.
+
+Per unit one raw gather, one node of autograd that parts it into parameters and packs their gradients, one raw
+reduce_scatter; weights that autograd saves are saved by place and gathered again. Nothing is checked, noted, told to
+others or gathered ahead, and nothing is right but this one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+
+_spans: list[tuple[int, int, Unit]] = []
+"""From and to which address buffers lie that are open, and whose."""
+
+
+class Unit:
+    """Modules whose parameters are gathered together."""
+
+    def __init__(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
+        places = {p: at for at, p in enumerate(params)}
+        self.sites: list[tuple[Any, str, int, nn.Parameter]] = [
+            (part._parameters, name, places[p], p)
+            for part in module.modules()
+            for name, p in part._parameters.items()
+            if p is not None and p in places
+        ]
+        self.shapes = [torch.empty(p.shape) for p in params]
+        ranks, self.total = dist.get_world_size(), sum(p.numel() for p in params)
+        self.chunk = -(-self.total // ranks)
+        self.zeros = torch.zeros(ranks * self.chunk - self.total)
+        whole = torch.cat([*(p.detach().reshape(-1) for p in params), self.zeros])
+        self.shard = nn.Parameter(whole.chunk(ranks)[dist.get_rank()].clone())
+        self.flat = self.shard.detach()
+        self.again: Tensor | None = None
+        self.gradient: Tensor | None = None
+        module.register_forward_pre_hook(self.before)
+        module.register_forward_hook(self.after)
+
+    def gathered(self) -> Tensor:
+        """The buffer."""
+        group: Any = dist.group.WORLD
+        buffer = torch.empty(self.chunk * dist.get_world_size())
+        group._allgather_base(buffer, self.flat).wait()
+        return buffer
+
+    def before(self, *_: object) -> None:
+        """Forward begins."""
+        buffer, self.again = self.gathered(), None
+        views = _Weights.apply(_Shard.apply(self.shard, self), self, buffer)  # type: ignore[no-untyped-call]
+        for table, name, at, _ in self.sites:
+            table[name] = views[at]
+        first = buffer.data_ptr()
+        _spans.append((first, first + buffer.nbytes, self))
+
+    def after(self, *_: object) -> None:
+        """It has ended."""
+        for table, name, _, p in self.sites:
+            table[name] = p
+        _spans.pop()
+
+
+class _Shard(Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, unit: Unit) -> Tensor:
+        ctx.unit = unit
+        return shard.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
+        return ctx.unit.gradient.div_(dist.get_world_size()), None
+
+
+class _Weights(Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, unit: Unit, buffer: Tensor) -> tuple[Tensor, ...]:
+        ctx.unit = unit
+        parts: Any = torch._C._nn.unflatten_dense_tensors  # type: ignore[attr-defined]
+        return tuple(parts(buffer[: unit.total], unit.shapes))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        unit, group = ctx.unit, dist.group.WORLD
+        unit.again = None
+        packed = torch.cat([*(g.reshape(-1) for g in gradients), unit.zeros])
+        unit.gradient = torch.empty(unit.chunk)
+        group._reduce_scatter_base(unit.gradient, packed, dist.ReduceScatterOptions()).wait()  # type: ignore[union-attr]
+        return packed.new_empty(0), None, None
+
+
+def _pack(x: Tensor) -> tuple[Any, ...]:
+    place = x.data_ptr()
+    for first, last, unit in _spans:
+        if first <= place < last:
+            return unit, x.size(), x.stride(), (place - first) // 4
+    return None, x.detach(), x._version
+
+
+def _unpack(saved: tuple[Any, ...]) -> Tensor:
+    unit, x, rest, *offset = saved
+    if unit is None:
+        assert x._version == rest
+        return x  # type: ignore[no-any-return]
+    if unit.again is None:
+        unit.again = unit.gathered()
+    return unit.again.as_strided(x, rest, offset[0])  # type: ignore[no-any-return]
+
+
+def sharded(model: nn.Module, parts: Sequence[nn.Module]) -> list[Unit]:
+    """A unit per part, and one of what is left, changed in place; float32, each parameter in one of them."""
+    units = [Unit(part, list(part.parameters())) for part in parts]
+    inside = {p for part in parts for p in part.parameters()}
+    return [*units, Unit(model, [p for p in model.parameters() if p not in inside])]
+
+
+def saved_by_place() -> torch.autograd.graph.saved_tensors_hooks:
+    """Around forward."""
+    return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
