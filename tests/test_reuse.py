@@ -241,6 +241,7 @@ def of_every_collective() -> dict[str, Tensor]:
     index, x = mesh.rank, torch.arange(2.0**12).view(4, -1).add(mesh.rank).sin()
     other = [(i, (i + 1) % 4) for i in range(3)]
     calls: dict[str, Callable[[Tensor], Any]] = {
+        "permute of nothing": lambda x: mc.permute(x, "a", []),
         **{f"all_reduce {op}": lambda x, op=op: mc.all_reduce(x, "a", op) for op in ("sum", "mean", "product", "max")},
         "all_reduce exact": lambda x: mc.all_reduce(x, "a", exact=True),
         "all_gather": lambda x: mc.all_gather(x, "a"),

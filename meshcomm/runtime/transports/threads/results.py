@@ -100,7 +100,7 @@ def swapped(given: list[tuple[Tensor, Sequence[int], Sequence[int]]]) -> list[Te
 
 def _places(like: Tensor, shape: Sequence[int], count: int) -> Sequence[Tensor | None]:
     """Where so many results go, of the dtype of ``like``; None: to memory that torch takes."""
-    if type(like) in _DENSE and like.is_cpu and (found := reserve.find(shape, like, count)) is not None:
+    if count and type(like) in _DENSE and like.is_cpu and (found := reserve.find(shape, like, count)) is not None:
         return found
     return [None] * count
 
