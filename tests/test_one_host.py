@@ -420,6 +420,10 @@ def test_pages_that_a_program_does_not_go_on_with_are_given_back() -> None:
     assert bool((still_read.part(3 * mib, torch.uint8) == 7).all())
     assert lend(3 * mib) is first
     assert first.is_free() is False
+    first.returned(0)
+    for _ in range(12):  # what was come back to is kept longer
+        lend(mib).returned(0)
+    assert pages(first) > 3 * mib
     for segment in (first, still_read, small):
         os.close(segment.fd)
 

@@ -45,9 +45,9 @@ _KEEP = 2**28
 """Bytes that a process keeps to lend them again."""
 _MUCH, _LITTLE = 2**27, 0.1
 """Bytes of segments beyond which a rank waits so many seconds for one to come back before it makes another."""
-_STALE = 2
-"""How many times the bytes that lie in a large segment are lent in others before its pages are given back: to have them
-again costs about as much as to write to them.
+_STALE, _LONGER = 2, 8
+"""How many times the bytes that lie in a large segment are lent in others before its pages are given back, and how much
+longer that takes the next time: to have them again costs about as much as a call, and a program may come back to it.
 """
 _MAPPED = 256
 """The most segments of others that stay mapped."""
@@ -66,8 +66,8 @@ class Segment:
     """A part of a memory: in its first page one byte per reader and a state; then what is lent."""
 
     __slots__ = (
-        "_mapped", "_part", "bytes", "cells", "fd", "flags", "kept", "lent_at", "number", "offset", "readers", "serial",
-        "size", "touched", "whole",
+        "_mapped", "_part", "bytes", "cells", "fd", "flags", "kept", "lent_at", "number", "offset", "patience",
+        "readers", "serial", "size", "touched", "whole",
     )  # fmt: skip
 
     def __init__(self, memory: Memory, offset: int, size: int) -> None:
@@ -82,7 +82,7 @@ class Segment:
         self._part: tuple[int, torch.dtype, Tensor] | None = None
         self._mapped = memory.mapped
         self.kept = True
-        self.touched = self.lent_at = 0
+        self.touched, self.lent_at, self.patience = 0, 0, _STALE
         """Bytes that were lent since its pages were given back, and when: by all bytes that were lent till then."""
         self.readers: Sequence[Reader] = ()
         self.number = 0  # of the call that it was lent for last
@@ -116,7 +116,7 @@ class Segment:
 
     def give_back(self) -> None:
         """Its pages, but for the first one. What is written there next takes new ones."""
-        self.touched = 0
+        self.touched, self.patience = 0, _LONGER * self.patience
         with contextlib.suppress(OSError):
             self._mapped.madvise(mmap.MADV_REMOVE, self.offset + PAGE, self.size - PAGE)
 
@@ -208,7 +208,7 @@ class Room:
         self._lent = now = self._lent + nbytes
         lent.lent_at, lent.touched = now, max(lent.touched, nbytes)
         for segment in self._segments:
-            if segment.touched and now - segment.lent_at > _STALE * segment.touched and segment.is_free():
+            if segment.touched and now - segment.lent_at > segment.patience * segment.touched and segment.is_free():
                 segment.give_back()
 
     def _wait_for(self, need: int) -> Segment | None:
