@@ -9,8 +9,8 @@ Forward and backward on processes of this machine over gloo, all candidates in t
 over the steps of the slowest rank's time. "one rank" is the floor: each process computes the same rows alone, at the
 same time as the others; of tensor parallelism the whole model, which is no floor but what it saves. Memory is the most
 that is alive at once in a step of rank 0: tensors, as the dispatcher sees them, and of ours the pages that a rank lends
-to others, and what is kept for the next result of a size (MESHCOMM_REUSE_MIB=0 keeps none). What gloo has within a call
-is not seen. Results as small as those of these models are not kept: docs/benchmarks.md says what larger ones cost.
+to others. What gloo has within a call is not seen, nor what is kept for the next result of a size: while memory is
+counted none is, nor are results as small as those of these models; docs/benchmarks.md says what larger ones cost.
 """
 
 from __future__ import annotations
