@@ -154,7 +154,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
             pool.close()
     asked = forgotten()
     if asked:
-        pytest.fail(f"{item.nodeid} has left what it asked of mc.init, which those after it get: {asked}", pytrace=False)
+        pytest.fail(
+            f"{item.nodeid} has left what it asked of mc.init, which those after it get: {asked}", pytrace=False
+        )
 
 
 def forgotten() -> dict[str, Any]:

@@ -149,9 +149,7 @@ def test_the_checked_step_is_the_plain_one() -> None:
 
 
 @pytest.mark.thorough
-def test_what_a_call_costs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_call_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """All parts, with results of one kind on each line; every budget of the design has its line. Samples are short, and
     ranks few.
     """

@@ -287,10 +287,11 @@ def value_and_gradient(fn: Callable[[Tensor], Any], mesh: mc.Mesh) -> tuple[list
     return [y.detach() for y in values], g
 
 
-def all_programs() -> tuple[Any, Any]:
-    """All of them in one function: what is compiled and what is not."""
+def differing_programs() -> tuple[Any, Any]:
+    """Those whose graphs differ between ranks, in one function: what is compiled and what is not."""
     mesh = mc.make_mesh({"dp": 2, "tp": 2})
-    every = programs(mesh)
+    every = {name: program for name, program in programs(mesh).items() if name not in ALIKE or name == "broadcast"}
+    assert len(every) == 6
 
     def fn(x: Tensor) -> dict[str, Tensor]:
         return {name: program(x) for name, program in every.items()}
@@ -302,23 +303,19 @@ def test_programs_whose_ranks_differ(pool4: Any) -> None:
     """Integers in floating point, moved and added: the same to the last bit. The last two have exchanges that only some
     ranks could leave out, which would end in a hang.
     """
-    found = pool4.run(all_programs)
-    for actual, expected in found:
+    for actual, expected in pool4.run(differing_programs):
         assert_close(actual, expected, rtol=0, atol=0)
-    # What the first three ought to be, by hand; the ranks' inputs are 1, 2, 3, 4 + 10 rank.
-    x = torch.arange(1, 5, dtype=F64)
-    for rank, ((values, _), _) in enumerate(found):
-        mine = x + 10 * rank
-        assert_close(values[0], torch.cat([2 * x + 10, -2 * (2 * x + 50)]))
-        assert_close(values[1], 0 * mine)  # rank 2 has index 0 along tp
-        if rank % 2 == 0:
-            scaled = [(1 + other) * (x + 10 * other) for other in (0, 1, 2, 3)]
-            pieces = [torch.cat([scaled[a][:2], scaled[b][:2]]) for a, b in ((0, 1), (2, 3))]
-            assert_close(values[2], (pieces[0] + pieces[1]).view(2, 2)[rank // 2])
 
 
-def graphs() -> dict[str, str]:
-    """Each program's graphs as text, forward and backward."""
+class Graphs(NamedTuple):
+    """A program's graphs as text, forward and backward, and what came of them and of the program without them."""
+
+    text: str
+    found: Any
+    expected: Any
+
+
+def graphs() -> dict[str, Graphs]:
     mesh = mc.make_mesh({"dp": 2, "tp": 2})
     texts: list[str] = []
 
@@ -326,17 +323,17 @@ def graphs() -> dict[str, str]:
         texts.append(graph.print_readable(print_output=False))
         return make_boxed_func(graph)
 
-    def text_of(fn: Callable[[Tensor], Tensor]) -> str:
+    def graphs_of(fn: Callable[[Tensor], Tensor]) -> Graphs:
         texts.clear()
         torch._dynamo.reset()
         backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
-        value_and_gradient(torch.compile(fn, fullgraph=True, backend=backend, dynamic=False), mesh)
-        return without_group_names("\n".join(texts), mesh)
+        found = value_and_gradient(torch.compile(fn, fullgraph=True, backend=backend, dynamic=False), mesh)
+        return Graphs(without_group_names("\n".join(texts), mesh), found, value_and_gradient(fn, mesh))
 
     rank = mesh.rank  # a Python number
     baked = {"python_number": lambda x: mc.all_gather(x * rank, "dp", mesh=mesh)}
     every = programs(mesh) | baked
-    return {name: text_of(every[name]) for name in (*ALIKE, *baked)}
+    return {name: graphs_of(every[name]) for name in (*ALIKE, *baked)}
 
 
 ALIKE = ["where", "broadcast", "exchanged", "reduced", "ring", "shard", "invariant"]
@@ -344,8 +341,8 @@ ALIKE = ["where", "broadcast", "exchanged", "reduced", "ring", "shard", "invaria
 
 
 @pytest.fixture(scope="module")
-def texts(pool4: Any) -> list[dict[str, str]]:
-    found: list[dict[str, str]] = pool4.run(graphs)
+def kept(pool4: Any) -> list[dict[str, Graphs]]:
+    found: list[dict[str, Graphs]] = pool4.run(graphs)
     return found
 
 
@@ -355,16 +352,34 @@ def addressed(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_the_graph_is_the_same_on_every_rank(texts: list[dict[str, str]], name: str) -> None:
-    first, *others = (addressed(found[name]) for found in texts)
+def test_the_graph_is_the_same_on_every_rank(kept: list[dict[str, Graphs]], name: str) -> None:
+    first, *others = (addressed(found[name].text) for found in kept)
     assert "_c10d_functional" in first
     for text in others:
         assert text == first
 
 
-def test_a_python_number_is_compiled_in(texts: list[dict[str, str]]) -> None:
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_ranks_make_of_the_same_graph(kept: list[dict[str, Graphs]], name: str) -> None:
+    """To the last bit what they make of the program; three of them by hand too."""
+    x = torch.arange(1, 5, dtype=F64)  # + 10 rank
+    for rank, of_rank in enumerate(kept):
+        found = of_rank[name].found
+        assert_close(found, of_rank[name].expected, rtol=0, atol=0)
+        (value,) = found[0]
+        if name == "where":
+            assert_close(value, torch.cat([2 * x + 10, -2 * (2 * x + 50)]))
+        if name == "broadcast":
+            assert_close(value, 0 * (x + 10 * rank))  # rank 2 has index 0 along tp
+        if name == "exchanged" and rank % 2 == 0:
+            scaled = [(1 + other) * (x + 10 * other) for other in (0, 1, 2, 3)]
+            pieces = [torch.cat([scaled[a][:2], scaled[b][:2]]) for a, b in ((0, 1), (2, 3))]
+            assert_close(value, (pieces[0] + pieces[1]).view(2, 2)[rank // 2])
+
+
+def test_a_python_number_is_compiled_in(kept: list[dict[str, Graphs]]) -> None:
     """What to avoid, and that the comparison sees it: the ranks' graphs differ in their constants."""
-    constants = [re.findall(r"mul\.Tensor\(\w+, (\d)\)", found["python_number"]) for found in texts]
+    constants = [re.findall(r"mul\.Tensor\(\w+, (\d)\)", found["python_number"].text) for found in kept]
     assert constants == [[str(rank)] * 2 for rank in range(4)]  # forward and backward
 
 
