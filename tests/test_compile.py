@@ -365,15 +365,15 @@ def test_an_axis_first_used_in_compiled_code(pool4: Any) -> None:
 
 
 def unknown_axis() -> None:
-    mesh = mc.make_mesh({"a": 2})
+    mesh = mc.make_mesh({"a": 4})
     with pytest.raises(Exception, match=r"no axis 'z' in the mesh"):
         compiled(lambda x: mc.all_reduce(x, "z", mesh=mesh))(torch.ones(2))
     with pytest.raises(Exception, match=r"x.shape\[0\] = 3 is not divisible by axis 'a'"):
         compiled(lambda x: mc.shard(x, "a", mesh=mesh))(torch.ones(3))
 
 
-def test_errors_while_compiling(pool2: Any) -> None:
-    pool2.run(unknown_axis)
+def test_errors_while_compiling(pool4: Any) -> None:
+    pool4.run(unknown_axis)
 
 
 def in_process(name: str) -> None:
