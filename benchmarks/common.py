@@ -72,7 +72,7 @@ def take_turns(
     and every other turn goes backwards: none always comes after the same one.
     """
     timers = {key: Timer(call, timer=clock) for key, call in calls.items()}
-    counts = {key: max(1, round(SAMPLE / min(timer.repeat(3, 20)) * 20)) for key, timer in timers.items()}
+    counts = {key: _count(timer) for key, timer in timers.items()}
     samples: dict[tuple[str, str], list[float]] = {key: [] for key in timers}
     for turn in range(repeats):
         for key in list(timers)[:: -1 if turn % 2 else 1]:
@@ -82,6 +82,13 @@ def take_turns(
     for (name, mode), taken in samples.items():
         times.setdefault(name, {})[mode] = median(taken)
     return times
+
+
+def _count(timer: Timer) -> int:
+    """How many calls take as long as a sample should, guessed from no more calls than that needs."""
+    timer.timeit(1)
+    few = max(1, min(20, round(SAMPLE / timer.timeit(1))))
+    return max(1, round(SAMPLE / min(timer.repeat(3, few)) * few))
 
 
 def steps_in_turns(steps: Mapping[str, Call], repeats: int) -> dict[str, float]:

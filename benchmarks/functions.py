@@ -121,9 +121,8 @@ def measure_numbers(mesh: mc.Mesh, repeats: int) -> Found:
     )
 
 
-def measure_inside(repeats: int) -> Found:
+def measure_inside(repeats: int, count: int) -> Found:
     """Of a chain of operations, so that what is around it counts for little; of the process, for ranks are threads."""
-    count = 2000
 
     def chain(x: Tensor) -> Tensor:
         for _ in range(count):
@@ -169,7 +168,7 @@ def measure(options: Namespace) -> dict[str, Any]:
     """Everything, as it goes to --json."""
     repeats = 5 if options.quick else 60
     with quiet():
-        found = measure_inside(repeats)
+        found = measure_inside(repeats, 200 if options.quick else 2000)
         mc.shutdown()  # the mesh of in-process ranks: the next one has others
         dist.init_process_group("fake", rank=0, world_size=RANKS)
         mesh = mc.make_mesh({"tp": RANKS})

@@ -9,7 +9,6 @@ import gc
 import importlib
 import itertools
 import os
-import sys
 import weakref
 
 # Before torch is imported: ranks outnumber cores, and each process would start a thread per core.
@@ -17,16 +16,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MESHCOMM_TRACEBACK", "full")  # who works on the library wants to see its frames
 
 from collections.abc import Callable, Iterator
-from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from served import serve
 
 import meshcomm as mc
 from meshcomm.runtime import groups
-from meshcomm.runtime.start import workers
+from meshcomm.runtime.start import workers, world
 from meshcomm.runtime.start.workers import WorkerPool
 
 collect_ignore_glob = ["loops/__main__.py", "loops/with_*"]
@@ -34,7 +32,7 @@ collect_ignore_glob = ["loops/__main__.py", "loops/with_*"]
 
 collect_ignore = ["warm.py"]  # it has no doctests, and is imported where processes are forked
 
-POOLS = {"pool4", "guarded4", "guarded4_at_the_store", "gloo4", "bare4"}
+POOLS = {"pool2", "pool4", "guarded4", "guarded4_at_the_store", "gloo4", "bare4"}
 """Fixtures that start processes."""
 
 
@@ -154,25 +152,29 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or group_of(nextitem) != group_of(item):
         for pool in list(Pool.all):
             pool.close()
+    asked = forgotten()
+    if asked:
+        pytest.fail(
+            f"{item.nodeid} has left what it asked of mc.init, which those after it get: {asked}", pytrace=False
+        )
+
+
+def forgotten() -> dict[str, Any]:
+    """What ``init`` was asked for in this process, if that is still so; no longer then."""
+    state = world._state
+    asked = {} if state is None else state.request.given()
+    if asked:
+        mc.shutdown()
+    return asked
 
 
 @pytest.fixture(scope="module", autouse=True)
 def settled() -> Iterator[None]:
-    """What is left of a file's tests stays too: what torch has imported for them meanwhile."""
+    """What is left of a file's tests stays too: what torch has imported for them meanwhile. No group of one does."""
     yield
+    mc.shutdown()
     gc.collect()
     gc.freeze()
-
-
-def serve(modules: list[str]) -> None:
-    """Start the server that forks the ranks of pools with what their programs need: imported once, and not by each."""
-    context = workers._context()
-    if not isinstance(context, ForkServerContext):
-        return
-    context.set_forkserver_preload(["torch", "torch.distributed", "meshcomm.runtime.start.worker", *modules])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the server itself does not look at the path it is given
-        forkserver.ensure_running()
 
 
 def meshes_made() -> list[tuple[str, int]]:
@@ -223,6 +225,13 @@ class Pool(WorkerPool):
 def pool4() -> Iterator[WorkerPool]:
     """Four gloo ranks in processes of their own, started by the first test that asks and kept to the end of the run."""
     with Pool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def pool2() -> Iterator[WorkerPool]:
+    """Two of them, for what costs much on each rank and is no other on four: compiling."""
+    with Pool(2) as pool:
         yield pool
 
 

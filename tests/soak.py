@@ -29,6 +29,7 @@ import torch
 from fuzz_breaks import broken_of
 from fuzz_judge import judged, right
 from fuzz_programs import Rolled, program_of
+from served import serve
 from soak_rounds import LEAKS, ROUNDS
 
 import meshcomm as mc
@@ -173,6 +174,7 @@ def options_of(argv: Sequence[str] | None) -> Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = options_of(argv)
     torch.set_num_threads(1)
+    serve(["soak_rounds", "warm"])
     with tempfile.TemporaryDirectory() as folder:
         wrong = soak(options, folder)
     for line in wrong:

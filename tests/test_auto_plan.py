@@ -347,27 +347,27 @@ def on_one_rank(name: str) -> dict[str, Tensor]:
     return {key: p.detach() for key, p in module.named_parameters()}
 
 
-def on_this_rank(name: str, ranks: int) -> tuple[TensorPlan, dict[str, Tensor]]:
+def on_this_rank(name: str, ranks: int, plan: TensorPlan | None = None) -> tuple[TensorPlan, dict[str, Tensor]]:
+    """Trained by a plan that is found here, or by this one."""
     mesh = mc.make_mesh({"tp": ranks})
     module = made(name)
-    plan = auto_plan(module, "tp", mesh=mesh)
+    plan = plan or auto_plan(module, "tp", mesh=mesh)
     tensor_parallel(module, plan, axis="tp", mesh=mesh)
     trained(module, batch_of(module))
     return plan, whole_parameters(module)
 
 
-def in_sequence(name: str, ranks: int) -> tuple[TensorPlan, dict[str, Tensor], set[int]]:
+def in_sequence(name: str, ranks: int, plan: TensorPlan) -> tuple[dict[str, Tensor], set[int]]:
     """And the lengths of what the norms of the layers are given."""
     mesh = mc.make_mesh({"tp": ranks})
     module = made(name)
-    plan = auto_plan(module, "tp", sequence=True, mesh=mesh)
     tensor_parallel(module, plan, axis="tp", sequence=True, mesh=mesh)
     lengths: set[int] = set()
     for path, part in module.named_modules():
         if path.rpartition(".")[2] in ("before", "after", "norm1", "norm2"):
             part.register_forward_hook(lambda _, args, y: lengths.add(y.shape[1]))
     trained(module, of_eight(module))
-    return plan, whole_parameters(module), lengths
+    return whole_parameters(module), lengths
 
 
 def of_eight(module: nn.Module) -> Tensor:
@@ -392,8 +392,9 @@ SEQUENCES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in SEQUENCES), ("few heads", 4), ("experts", 4)])
 def test_a_cut_sequence_that_finds_itself(name: str, ranks: int) -> None:
-    plan, found, lengths = mc.launch(in_sequence, ranks, (name, ranks))[0]
     module = made(name)
+    plan = auto_plan(module, "tp", sequence=True, mesh=mc.make_mesh({"tp": ranks}))
+    found, lengths = mc.launch(in_sequence, ranks, (name, ranks, plan))[0]
     trained(module, of_eight(module))
     for key, p in module.named_parameters():
         assert_close(found[key], p.detach(), rtol=0, atol=1e-8)
@@ -542,7 +543,8 @@ IN_FOUR = (
 
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in MODELS), *((name, 4) for name in IN_FOUR)])
 def test_what_is_trained_is_that_of_one_rank(name: str, ranks: int) -> None:
-    plan, found = mc.launch(on_this_rank, ranks, (name, ranks))[0]
+    plan = auto_plan(made(name), "tp", mesh=mc.make_mesh({"tp": ranks}))
+    _, found = mc.launch(on_this_rank, ranks, (name, ranks, plan))[0]
     for key, p in on_one_rank(name).items():
         assert_close(found[key], p, rtol=0, atol=1e-8)
     if not (ranks == 4 and name in ("few heads", "fused, few heads")):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,13 @@ import torch.distributed as dist
 
 import meshcomm as mc
 from benchmarks import all as all_of_them
-from benchmarks import bare_fsdp, checker, growth, overhead, peers, train_step
+from benchmarks import bare_fsdp, checker, common, growth, overhead, peers, train_step
 from benchmarks import guard as guard_costs
 from benchmarks import overlap as overlap_costs
 from benchmarks.common import Budget, as_json
 from benchmarks.tracked import Tracked
 from meshcomm.runtime.process import lending
 
-ROOT = Path(__file__).parent.parent
 TORCHS = train_step.TORCHS
 
 
@@ -63,14 +62,12 @@ def test_shared_memory_counts_at_its_lender(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Of a short run of all parts."""
-    path = tmp_path_factory.mktemp("steps") / "out.json"
-    command = [sys.executable, "-m", "benchmarks.train_step", "--quick", "--json", str(path), "--ranks", "2"]
-    done = subprocess.run(
-        [*command, "--repeats", "1"], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "Budgets, of medians" in done.stdout
+    path, said = tmp_path_factory.mktemp("steps") / "out.json", io.StringIO()
+    assert not dist.is_initialized()
+    with contextlib.redirect_stdout(said):
+        train_step.main(["--quick", "--json", str(path), "--ranks", "2", "--repeats", "1"])
+    assert not dist.is_initialized()
+    assert "Budgets, of medians" in said.getvalue()
     return json.loads(path.read_text())
 
 
@@ -152,25 +149,15 @@ def test_the_checked_step_is_the_plain_one() -> None:
 
 
 @pytest.mark.thorough
-def test_what_a_call_costs(tmp_path: Path) -> None:
-    """All parts, with results of one kind on each line; every budget of the design has its line."""
+def test_what_a_call_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parts, with results of one kind on each line; every budget of the design has its line. Samples are short, and
+    ranks few.
+    """
+    monkeypatch.setattr(common, "SAMPLE", 1e-4)
+    monkeypatch.setattr(overhead, "MANY", (16,))
     path = tmp_path / "out.json"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.overhead",
-        "--repeats",
-        "1",
-        "--quick",
-        "--markdown",
-        "--json",
-        str(path),
-    ]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    overhead.main(["--repeats", "1", "--quick", "--markdown", "--json", str(path)])
+    assert not dist.is_initialized()
     results = json.loads(path.read_text())
     assert set(overhead.SECTIONS) < set(results)
     for what in ("collectives", "later"):
@@ -188,7 +175,7 @@ def test_what_a_call_costs(tmp_path: Path) -> None:
         "import",
     ):
         assert line in judged
-    assert "| **`mc.all_reduce" in done.stdout
+    assert "| **`mc.all_reduce" in capsys.readouterr().out
 
 
 def test_exponents() -> None:
@@ -244,18 +231,14 @@ def test_the_guards_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
 
 
 @pytest.mark.thorough
-def test_one_run_of_several(tmp_path: Path) -> None:
+def test_one_run_of_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tables and budgets of the programs that ran stand at the end."""
     path = tmp_path / "out.json"
-    command = [sys.executable, "-m", "benchmarks.all", "--quick", "--json", str(path), "--only", "functions"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:] + done.stdout
+    assert all_of_them.main(["--quick", "--json", str(path), "--only", "functions"]) == 0
     assert set(json.loads(path.read_text())["programs"]) == {"functions"}
-    assert "mc.rng over torch's" in done.stdout
-    assert done.stdout.endswith("hold\n")
+    said = capsys.readouterr().out
+    assert "mc.rng over torch's" in said
+    assert said.endswith("hold\n")
 
 
 @pytest.mark.thorough

@@ -78,7 +78,7 @@ def test_equals_eager(pool4: Any, op: str) -> None:
 
 
 def moved_dtypes() -> None:
-    mesh = mc.make_mesh({"a": 4})
+    mesh = mc.make_mesh({"a": 2})
 
     def fn(flags: Tensor, small: Tensor, z: Tensor) -> list[Tensor]:
         return [
@@ -87,19 +87,19 @@ def moved_dtypes() -> None:
             mc.all_reduce(small, "a", "max", mesh=mesh),
             mc.all_reduce(flags, "a", "bor", mesh=mesh),
             mc.all_reduce(z, "a", mesh=mesh),
-            mc.broadcast(z, "a", 2, mesh=mesh),
+            mc.broadcast(z, "a", 1, mesh=mesh),
             mc.all_reduce(z.real, "a", "max", mesh=mesh),
             mc.axis_index("a", mesh=mesh),
         ]
 
     r = mesh.rank
-    inputs = torch.tensor([r == 1, r > 2]), torch.tensor([r, -r], dtype=torch.int16), torch.tensor([r + 1j, 2 - r * 1j])
+    inputs = torch.tensor([r == 1, r > 0]), torch.tensor([r, -r], dtype=torch.int16), torch.tensor([r + 1j, 2 - r * 1j])
     close(compiled(fn)(*inputs), fn(*inputs), f"rank {r}")
 
 
 @pytest.mark.thorough
-def test_other_dtypes(pool4: Any) -> None:
-    pool4.run(moved_dtypes)
+def test_other_dtypes(pool2: Any) -> None:
+    pool2.run(moved_dtypes)
 
 
 # ------------------------------------------------------------------------------------------------- whole programs
@@ -131,12 +131,12 @@ def test_pytrees_and_tuples(pool4: Any) -> None:
 
 def rank_dependent() -> None:
     """What differs between ranks is data in the graph: no rank's constants fold a collective away."""
-    mesh = mc.make_mesh({"a": 4})
+    mesh = mc.make_mesh({"a": 2})
 
     def fn(x: Tensor) -> Tensor:
         here = mc.axis_index("a", mesh=mesh)
-        masked = torch.where(here == 2, mc.shift(x * here, "a", mesh=mesh), 0)
-        first = mc.broadcast(masked + x, "a", src=2, mesh=mesh)
+        masked = torch.where(here == 1, mc.shift(x * here, "a", mesh=mesh), 0)
+        first = mc.broadcast(masked + x, "a", src=1, mesh=mesh)
         return mc.all_reduce(first * here, "a", "mean", mesh=mesh)
 
     x = torch.tensor([1.0, 2.0], dtype=F64) + mesh.rank
@@ -144,8 +144,8 @@ def rank_dependent() -> None:
 
 
 @pytest.mark.thorough
-def test_a_rank_dependent_program(pool4: Any) -> None:
-    pool4.run(rank_dependent)
+def test_a_rank_dependent_program(pool2: Any) -> None:
+    pool2.run(rank_dependent)
 
 
 def stages() -> None:
@@ -170,7 +170,7 @@ def test_ranks_without_a_source(pool4: Any) -> None:
 
 def graphs() -> int:
     """The number of operations in this rank's graphs, forward and backward."""
-    mesh = mc.make_mesh({"a": 4})
+    mesh = mc.make_mesh({"a": 2})
     seen: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -182,31 +182,31 @@ def graphs() -> int:
 
     def fn(x: Tensor) -> Tensor:
         y = mc.broadcast(x * mc.axis_index("a", mesh=mesh), "a", mesh=mesh)
-        return mc.all_reduce(mc.permute(y * x, "a", [(0, 3), (3, 1)], mesh=mesh), "a", "product", mesh=mesh)
+        return mc.all_reduce(mc.permute(y * x, "a", [(0, 1)], mesh=mesh), "a", "product", mesh=mesh)
 
     torch.compile(fn, fullgraph=True, backend=both)(torch.ones(2, dtype=F64, requires_grad=True)).sum().backward()
     return sum("_c10d_functional" in name and "wait" not in name for name in seen)
 
 
 @pytest.mark.thorough
-def test_ranks_have_the_same_collectives_in_their_graphs(pool4: Any) -> None:
-    counts = pool4.run(graphs)
+def test_ranks_have_the_same_collectives_in_their_graphs(pool2: Any) -> None:
+    counts = pool2.run(graphs)
     assert len(set(counts)) == 1
     assert counts[0] >= 5
 
 
 def summed(backend: str, dtype: torch.dtype) -> None:
-    """Small ones at once, large ones in parts, of lengths that the ranks do not divide, and of a length not known."""
+    """Small ones at once, large ones in parts, of lengths that the ranks do not divide and that no graph knows."""
     mesh = mc.make_mesh({"a": 4})
 
     def fn(x: Tensor) -> tuple[Tensor, ...]:
-        ops = ("mean", "product") if backend == "inductor" else ("sum", "mean", "product")  # a mean is a sum first
+        ops = ("mean" if backend == "inductor" else "sum", "product")  # a mean is a sum first
         sums = [mc.all_reduce(x, "a", op, mesh=mesh) for op in ops]
         return *sums, mc.reduce_scatter(x[: x.shape[0] // 4 * 4], "a", mesh=mesh)
 
     torch._dynamo.reset()  # what was compiled of it for another case counts towards how often it may be
-    run = torch.compile(fn, fullgraph=True, backend=backend)
-    for length in (7, 70_001, 70_003, 9):  # from the second one on it is a length that may be any
+    run = torch.compile(fn, fullgraph=True, backend=backend, dynamic=True)  # the length may be any
+    for length in (70_001, 70_003) if backend == "inductor" else (7, 70_001, 70_003, 9):
         x = torch.randn(length, dtype=F64, generator=torch.Generator().manual_seed(mesh.rank)).to(dtype)
         for i, (y, eager) in enumerate(zip(run(x), fn(x), strict=True)):
             assert torch.equal(y, eager), f"{i} of {length} {dtype} on rank {mesh.rank}"
@@ -222,7 +222,7 @@ def test_sums_have_the_bits_of_eager_ones(pool4: Any, backend: str, dtype: torch
 
 
 def transforms() -> None:
-    mesh = mc.make_mesh({"a": 4})
+    mesh = mc.make_mesh({"a": 2})
 
     def loss(x: Tensor) -> Tensor:
         return mc.all_reduce(mc.all_gather(x.sin(), "a", mesh=mesh).square().sum(), "a", "mean", mesh=mesh)
@@ -243,21 +243,21 @@ def transforms() -> None:
 
 
 @pytest.mark.thorough
-def test_transforms_inside_compile(pool4: Any) -> None:
-    pool4.run(transforms)
+def test_transforms_inside_compile(pool2: Any) -> None:
+    pool2.run(transforms)
 
 
 def compiled_batches() -> None:
     """A collective under a transform that is outside of compile's reach: value of the batch, not of one of it."""
-    mesh = mc.make_mesh({"a": 4})
+    mesh = mc.make_mesh({"a": 2})
     x = torch.arange(6, dtype=F64).view(3, 2) + mesh.rank
     fn = compiled(lambda x: vmap(vmap(lambda v: mc.all_reduce(v, "a", "max", mesh=mesh)))(x))
-    close(fn(x), torch.arange(6, dtype=F64).view(3, 2) + 3, f"rank {mesh.rank}")
+    close(fn(x), torch.arange(6, dtype=F64).view(3, 2) + 1, f"rank {mesh.rank}")
 
 
 @pytest.mark.thorough
-def test_nested_vmap(pool4: Any) -> None:
-    pool4.run(compiled_batches)
+def test_nested_vmap(pool2: Any) -> None:
+    pool2.run(compiled_batches)
 
 
 # ------------------------------------------------------------------------------------------------------- shard_map
@@ -314,7 +314,7 @@ def test_shard_map(pool4: Any, backend: str) -> None:
 
 def compiled_within() -> None:
     """The other way round: what stands inside of the shard_map is compiled."""
-    mesh = mc.make_mesh({"tp": 4})
+    mesh = mc.make_mesh({"tp": 2})
     block = compiled(lambda x, w: mc.all_reduce((mc.pvary(x, "tp") @ w).tanh().sum(1), "tp"))
     fn = mc.shard_map(block, mesh=mesh, in_specs=("b d", "d (tp f)"), out_specs="b", check_vma=False)
     x = torch.linspace(-1, 1, 6, dtype=F64).view(2, 3).requires_grad_()
@@ -329,22 +329,22 @@ def compiled_within() -> None:
 
 
 @pytest.mark.thorough
-def test_compiled_within_shard_map(pool4: Any) -> None:
-    pool4.run(compiled_within)
+def test_compiled_within_shard_map(pool2: Any) -> None:
+    pool2.run(compiled_within)
 
 
 def specs_that_do_not_fit() -> None:
-    mesh = mc.make_mesh({"tp": 4})
+    mesh = mc.make_mesh({"tp": 2})
     fn = mc.shard_map(lambda x: x, mesh=mesh, in_specs="(tp b)", out_specs="(tp b)", check_vma=False)
-    with pytest.raises(Exception, match=r"dim 'b' of length 6 is not divisible by tp=4"):
-        compiled(fn)(torch.ones(6))
+    with pytest.raises(Exception, match=r"dim 'b' of length 5 is not divisible by tp=2"):
+        compiled(fn)(torch.ones(5))
     with pytest.raises(Exception, match=r"'\(tp b\)' has 1 dim, the tensor 2"):
         compiled(fn)(torch.ones(4, 4))
 
 
 @pytest.mark.thorough
-def test_specs_that_do_not_fit_while_compiling(pool4: Any) -> None:
-    pool4.run(specs_that_do_not_fit)
+def test_specs_that_do_not_fit_while_compiling(pool2: Any) -> None:
+    pool2.run(specs_that_do_not_fit)
 
 
 # ---------------------------------------------------------------------------------------------- meshes and in-process
@@ -406,7 +406,7 @@ def test_a_mesh_of_one_compiles() -> None:
 
 def tied() -> None:
     """What counts as used is so in a graph: its backward is in it."""
-    mesh = mc.make_mesh({"pp": 4})
+    mesh = mc.make_mesh({"pp": 2})
 
     def step(w: Tensor) -> Tensor:
         y = mc.shift(w * w, "pp", mesh=mesh)
@@ -419,8 +419,8 @@ def tied() -> None:
 
 
 @pytest.mark.thorough
-def test_tied(pool4: Any) -> None:
-    pool4.run(tied)
+def test_tied(pool2: Any) -> None:
+    pool2.run(tied)
 
 
 @pytest.mark.thorough

@@ -720,7 +720,7 @@ def test_gradients_of_other_passes_are_not_refused() -> None:
 
 def compiled() -> None:
     """Around the module and inside."""
-    mesh = mc.make_mesh({"dp": 4})
+    mesh = mc.make_mesh({"dp": 2})
     found = []
     for how in ("plain", "around", "inside"):
         model = seeded(lambda: nn.Sequential(nn.Linear(6, 8, dtype=F64), nn.Tanh(), nn.Linear(8, 2, dtype=F64)))
@@ -735,8 +735,8 @@ def compiled() -> None:
 
 
 @pytest.mark.thorough
-def test_compiled_on_processes(pool4: Any) -> None:
-    pool4.run(compiled)
+def test_compiled_on_processes(pool2: Any) -> None:
+    pool2.run(compiled)
 
 
 def other_modules(make: Callable[[], nn.Module]) -> None:

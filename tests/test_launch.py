@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import forgotten
 
 import meshcomm as mc
 from meshcomm.runtime.start import world
@@ -114,6 +115,18 @@ def test_inside_a_rank_init_begins_nothing(given: dict[str, Any]) -> None:
     with pytest.raises(mc.MeshError, match="already initialised otherwise: timeout"):
         mc.init(timeout=30)
     mc.shutdown()
+    mc.init(timeout=30)
+    mc.shutdown()
+
+
+def test_what_a_test_has_asked_of_init_is_not_handed_on() -> None:
+    """conftest.py fails who leaves it; all that follow would get it."""
+    mc.init()
+    assert forgotten() == {}
+    mc.shutdown()
+    mc.init(timeout=20)
+    assert forgotten() == {"timeout": timedelta(seconds=20)}
+    assert forgotten() == {}
     mc.init(timeout=30)
     mc.shutdown()
 

@@ -233,8 +233,8 @@ def test_compiled(pool4: Any) -> None:
 
 
 @pytest.mark.thorough
-def test_compiled_by_inductor(pool4: Any) -> None:
-    pool4.run(compiled, "inductor")
+def test_compiled_by_inductor(pool2: Any) -> None:
+    pool2.run(compiled, "inductor")
 
 
 def half_precision() -> None:

@@ -5,6 +5,7 @@ starts one fork per name.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -281,6 +282,8 @@ def main() -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     torch.func.jvp(torch.square, (torch.ones(1),), (torch.ones(1),))
+    gc.collect()
+    gc.freeze()  # or each fork goes through all that was imported, and copies it
     for each in results[""].get("known", ()):
         results[each] = in_a_fork(each, programs_for(each))
     results["torch"] = in_a_fork("torch", ["readme", "readme_by_hand", "collectives"])
