@@ -404,6 +404,38 @@ def test_a_mesh_of_one_compiles() -> None:
     close(value_and_gradient(compiled(fn), x), value_and_gradient(fn, x), "one rank")
 
 
+COPYING: dict[str, Callable[[Tensor, mc.Mesh], Tensor]] = {
+    "all_reduce": lambda y, mesh: mc.all_reduce(y, "a", mesh=mesh),
+    "all_gather": lambda y, mesh: mc.all_gather(y, "a", mesh=mesh),
+    "reduce_scatter": lambda y, mesh: mc.reduce_scatter(y, "a", mesh=mesh),
+    "all_to_all": lambda y, mesh: mc.all_to_all(y, "a", 0, 1, mesh=mesh),
+    "broadcast": lambda y, mesh: mc.broadcast(y, "a", mesh=mesh),
+    "shift": lambda y, mesh: mc.shift(y, "a", mesh=mesh),
+    "shard": lambda y, mesh: mc.shard(y, "a", mesh=mesh),
+    "shard-sizes": lambda y, mesh: mc.shard(y, "a", sizes=[4], mesh=mesh),
+    "scan": lambda y, mesh: mc.scan(y, "a", mesh=mesh),
+    "tie": lambda y, mesh: mc.tie(y, mesh.axis("a").index_tensor),
+    "tie-more": lambda y, mesh: mc.tie(y, y.sum()),
+}
+
+
+@pytest.mark.thorough
+def test_on_one_rank_backward_leaves_results_alone() -> None:
+    """A copy of what is kept for backward, seen otherwise: inductor takes what is kept for it, and writes over it."""
+    mesh = mc.make_mesh({"a": 1})
+
+    def fn(x: Tensor, w: Tensor) -> list[tuple[Tensor, Tensor]]:
+        kept = [torch.tanh((at + 1) * (x @ w)) @ w.T for at in range(len(COPYING))]
+        return [(call(y, mesh).view(-1), (y**3).sum()) for y, call in zip(kept, COPYING.values(), strict=True)]
+
+    x, w = (torch.randn(shape, dtype=F64).requires_grad_() for shape in ((4, 3), (3, 8)))
+    found = compiled(fn, "inductor")(x, w)
+    before = [y.detach().clone() for y, _ in found]
+    loss = sum((part + y.cos().sum() for y, part in found), torch.zeros(()))
+    torch.autograd.grad(loss, (x, w))
+    assert [name for name, y, (now, _) in zip(COPYING, before, found, strict=True) if not y.equal(now)] == []
+
+
 def tied() -> None:
     """What counts as used is so in a graph: its backward is in it."""
     mesh = mc.make_mesh({"pp": 2})

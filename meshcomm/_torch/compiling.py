@@ -19,6 +19,7 @@ from meshcomm._versions import find
 __all__ = [
     "at_trace_time",
     "computed_again",
+    "copied_in_graph",
     "elementwise",
     "in_graph",
     "in_one_graph",
@@ -52,6 +53,14 @@ def let_into_graph() -> bool:
     while _waiting:
         torch.compiler.allow_in_graph(_waiting.pop())
     return True
+
+
+def copied_in_graph(x: Tensor) -> Tensor:
+    """A dense copy that inductor makes. In place of a ``clone``, or a ``cat`` of one, it takes what was copied. Where a
+    view of that is given to the user, and it is kept for backward too, backward writes over what the user has, for
+    torch (2.11 to 2.15) believes that nobody else has what was kept.
+    """
+    return x.roll(0)
 
 
 _FRAMES = "torch._C._dynamo.eval_frame."

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from meshcomm._torch import copied_in_graph
 from meshcomm.collectives import check
 from meshcomm.collectives.buckets import Rows
 from meshcomm.collectives.door import (
@@ -86,7 +87,8 @@ def _run_shard(x: Tensor, axis: Axis, dim: int, sizes: Sizes, tree: Described = 
             return x.narrow_copy(dim, start, length)  # one operation, on one thread, of what is dense
     else:
         start, length = sum(sizes[: axis.own_place(x)]), axis.own_of(sizes)
-    return x.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
+    part = x.narrow(dim, start, length)
+    return copied_in_graph(part) if axis.is_traced else part.clone(memory_format=torch.contiguous_format)
 
 
 ALL_GATHER = Op(

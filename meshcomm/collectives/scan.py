@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from meshcomm._torch import copied_in_graph
 from meshcomm.collectives import check
 from meshcomm.collectives.check import Reduced, Scanned
 from meshcomm.collectives.door import EitherOfTree, LaterOfTree, NowOfTree, aside, by_elements, carried
@@ -52,7 +53,7 @@ def _run_scan(x: Tensor, axis: Axis, op: str, exclusive: bool, reverse: bool) ->
     if exclusive:
         y = _taken_in(y, axis, sign, "", torch.full_like(y, _identity(op, y.dtype)))
     y = y.to(dtype)
-    return y.clone(memory_format=torch.contiguous_format) if y is x else y
+    return copied_in_graph(y) if y is x else y
 
 
 def _taken_in(y: Tensor, axis: Axis, step: int, op: str, alone: Tensor) -> Tensor:

@@ -8,14 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshcomm._torch import copied_in_graph
 from meshcomm.runtime.call import Post, Want
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.transports.exact import EXACT
 from meshcomm.runtime.transports.protocol import Defaults
-
-
-def _copy(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 class SoloLink(Defaults):
@@ -28,13 +25,21 @@ class SoloLink(Defaults):
         self.orders: dict[Any, list[list[int]]] = {}
         self.ledger = Ledger()
 
+    def copy(self, x: Tensor) -> Tensor:
+        """Dense."""
+        return x.clone(memory_format=torch.contiguous_format)
+
+    def traced(self) -> SoloLink:
+        """With copies that a compiler makes."""
+        return _TracedSoloLink()
+
     def agree(self, values: Sequence[int], src: int | None = None, op: str = "") -> list[list[int]]:
         """The own ones."""
         return [list(values)]
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """A copy; an exact sum has no negative zero."""
-        return _copy(x) if op not in EXACT else _copy(x).add_(0.0)
+        return self.copy(x) if op not in EXACT else self.copy(x).add_(0.0)
 
     def all_reduce_own(self, x: Tensor, op: str) -> Tensor:
         """Itself."""
@@ -42,7 +47,7 @@ class SoloLink(Defaults):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """One row."""
-        return _copy(x).unsqueeze(0)
+        return self.copy(x).unsqueeze(0)
 
     def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
         """The one row."""
@@ -50,19 +55,19 @@ class SoloLink(Defaults):
 
     def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
         """A copy."""
-        return _copy(x)
+        return self.copy(x)
 
     def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
         """A copy if the rank sends to itself, else zeros."""
-        return torch.zeros_like(x, memory_format=torch.contiguous_format) if source is None else _copy(x)
+        return torch.zeros_like(x, memory_format=torch.contiguous_format) if source is None else self.copy(x)
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """A copy."""
-        return _copy(x)
+        return self.copy(x)
 
     def reduce(self, x: Tensor, op: str, dst: int) -> Tensor:
         """A copy."""
-        return _copy(x)
+        return self.copy(x)
 
     def gather(self, x: Tensor, dst: int) -> Tensor:
         """One row."""
@@ -71,7 +76,7 @@ class SoloLink(Defaults):
     def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
         """The one row."""
         assert x is not None
-        return _copy(x[0])
+        return self.copy(x[0])
 
     def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
         """No other rank, no messages."""
@@ -82,3 +87,8 @@ class SoloLink(Defaults):
 
     def barrier_within(self, seconds: float) -> None:
         """Everyone is here."""
+
+
+class _TracedSoloLink(SoloLink):
+    def copy(self, x: Tensor) -> Tensor:
+        return copied_in_graph(x)
