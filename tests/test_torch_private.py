@@ -829,6 +829,18 @@ def test_name_outside_transforms() -> None:
 # ------------------------------------------------------------------------------------------------------- compiling
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_name_copied_in_graph(dtype: torch.dtype) -> None:
+    """What it is for is in test_compile.py: results on one rank."""
+    for x in (torch.tensor(1.0), torch.arange(6.0).view(2, 3).t(), torch.empty(0, 2)):
+        x = x.to(dtype)
+        y = _torch.copied_in_graph(x)
+        assert y.dtype == dtype
+        assert y.is_contiguous()
+        assert y.tolist() == x.tolist()
+        assert not x.numel() or y.data_ptr() != x.data_ptr()
+
+
 @_torch.at_trace_time
 def constant_of(text: str) -> int:
     return len([ord(letter) for letter in sorted(text)])
