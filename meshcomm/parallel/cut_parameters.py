@@ -88,7 +88,7 @@ def know(module: nn.Module, mesh: Mesh, made: Mapping[int, Part] = _NOTHING, cop
         kept[_COPIES] = mesh, copies
     had = _known.setdefault(module, {})
     if "_parameters" in vars(module):  # else it is a copy, in the making
-        _note(had, module)
+        _note(had, module.parameters())
     watch_total_norms(_refuse_norm)
 
 
@@ -135,16 +135,21 @@ def all_known() -> list[nn.Module]:
     return list(_known)
 
 
-def _note(had: _Members, module: nn.Module) -> None:
-    had.update((id(p), weakref.ref(p)) for p in module.parameters())
+def _note(had: _Members, params: Iterable[Tensor]) -> None:
+    had.update((id(p), weakref.ref(p)) for p in params)
 
 
 def came_later(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that a module which adaptors have spread had not then (a copy: when first asked), by name."""
     had = _known[module]
     if not had:
-        _note(had, module)
+        _note(had, module.parameters())
     return {name: p for name, p in module.named_parameters() if (ref := had.get(id(p))) is None or ref() is not p}
+
+
+def take_in(module: nn.Module, params: Iterable[Tensor]) -> None:
+    """These are its own from now on, as those that it had when it was spread."""
+    _note(_known[module], params)
 
 
 def axes_of_module(module: nn.Module) -> list[Axis]:

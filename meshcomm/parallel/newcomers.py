@@ -14,29 +14,30 @@ from torch.optim import Optimizer
 
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, axes_in
-from meshcomm.parallel.cut_parameters import all_known, axes_of_module, axes_of_parts, came_later, parts_of
+from meshcomm.parallel.cut_parameters import all_known, axes_of_module, axes_of_parts, came_later, parts_of, take_in
 from meshcomm.parallel.data.same_gradients import are_apart, norms, said
 from meshcomm.watch import paused
 
-_seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
-"""How many parameters each had, and how many modules there were, when it was last looked at."""
+_seen: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
+"""The ids of the parameters that each had when it was last looked at: at the same step on all ranks."""
 
 
 def look_for_newcomers(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """MeshError, on every rank, for one that they do not have alike: before a step."""
     if torch.compiler.is_compiling():
         return
-    known = all_known()
-    count = sum(len(group["params"]) for group in optimizer.param_groups), len(known)
-    if _seen.get(optimizer) == count:
+    params = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    if _seen.get(optimizer) == params:
         return
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for module in known:
-        new = {name: p for name, p in came_later(module).items() if id(p) in stepped}
-        if new:
-            with paused():
-                _compare(module, new)
-    _seen[optimizer] = count
+    stepped = set(params)
+    for module in all_known():
+        if any(id(p) in stepped for p in module.parameters()):  # else it may be another rank's, in its forward
+            new = {name: p for name, p in came_later(module).items() if id(p) in stepped}
+            if new:
+                with paused():
+                    _compare(module, new)
+                take_in(module, new.values())
+    _seen[optimizer] = params
 
 
 def _compare(module: nn.Module, new: dict[str, nn.Parameter]) -> None:
