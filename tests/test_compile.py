@@ -196,7 +196,9 @@ def test_ranks_have_the_same_collectives_in_their_graphs(pool2: Any) -> None:
 
 
 def summed(backend: str, dtype: torch.dtype) -> None:
-    """Small ones at once, large ones in parts, of lengths that the ranks do not divide and that no graph knows."""
+    """Small ones at once, large ones in parts, of lengths that the ranks do not divide and that no graph knows; inductor
+    makes code of the large ones.
+    """
     mesh = mc.make_mesh({"a": 4})
 
     def fn(x: Tensor) -> tuple[Tensor, ...]:

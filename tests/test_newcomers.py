@@ -78,15 +78,83 @@ def test_an_optimiser_that_has_nothing_else_is_looked_at() -> None:
         with mc.use_mesh(MESH):
             model = fully_shard(Model(), "dp", grads="mean")
             model.head = nn.Linear(4, 2)
-            sgd = torch.optim.SGD(model.up.parameters(), lr=0.1)
-            for new in (False, True):
-                if new:
-                    sgd.add_param_group({"params": [*model.head.parameters()]})
-                model(torch.full((3, 4), 1.0 + MESH.rank)).sum().backward()
-                with pytest.raises(mc.MeshError, match="came to") if new else mc.use_mesh(MESH):
-                    sgd.step()
+            sgd = torch.optim.SGD(model.head.parameters(), lr=0.1)
+            sgd.step()  # nobody has a gradient yet
+            model(torch.full((3, 4), 1.0 + MESH.rank)).sum().backward()
+            with pytest.raises(mc.MeshError, match="came to"):
+                sgd.step()
 
     mc.launch(main, ranks=2)
+
+
+def test_what_is_added_to_an_optimiser_is_looked_at() -> None:
+    def main() -> None:
+        with mc.use_mesh(MESH):
+            model = fully_shard(Model(), "dp", grads="mean")
+            sgd = torch.optim.SGD(model.up.parameters(), lr=0.1)
+            sgd.step()
+            model.head = nn.Linear(4, 2)
+            sgd.add_param_group({"params": [*model.head.parameters()]})
+            model(torch.full((3, 4), 1.0 + MESH.rank)).sum().backward()
+            with pytest.raises(mc.MeshError, match="came to"):
+                sgd.step()
+
+    mc.launch(main, ranks=2)
+
+
+def test_gradients_that_come_with_the_step_are_looked_at() -> None:
+    def main() -> None:
+        with mc.use_mesh(MESH):
+            model = fully_shard(Model(), "dp", grads="mean")
+            model.head = nn.Linear(4, 2)
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def closure() -> Tensor:
+                loss: Tensor = model(torch.full((3, 4), 1.0 + MESH.rank)).sum()
+                loss.backward()
+                return loss
+
+            with pytest.raises(mc.MeshError, match="came to"):
+                sgd.step(closure)
+
+    mc.launch(main, ranks=2)
+
+
+def test_who_reduces_them_within_the_step_goes_on() -> None:
+    def main() -> list[Tensor]:
+        with mc.use_mesh(MESH):
+            model = fully_shard(Model(), "dp", grads="mean")
+            model.head = nn.Linear(4, 2)
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            sgd.register_step_pre_hook(lambda *_: reduced(model.head))
+            for _ in range(2):
+                model(torch.full((3, 4), 1.0 + MESH.rank)).sum().backward()
+                sgd.step()
+            return [p.detach() for p in model.head.parameters()]
+
+    one, other = mc.launch(main, ranks=2)
+    assert all(map(torch.equal, one, other))
+
+
+def test_ranks_that_step_other_ones_are_left_alone() -> None:
+    """As where each rank steps some, and sends them to the others."""
+
+    def main() -> None:
+        with mc.use_mesh(MESH):
+            model = fully_shard(Model(), "dp", grads="mean")
+            model.head = nn.Linear(4, 2)
+            model(torch.full((3, 4), 1.0 + MESH.rank)).sum().backward()
+            torch.optim.SGD([[*model.head.parameters()][MESH.rank]], lr=0.1).step()
+
+    mc.launch(main, ranks=2)
+
+
+def test_tensors_can_be_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which those cannot that somebody has weak references to."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    mesh = mc.make_mesh({"dp": 1})
+    for adaptor in ADAPTORS:
+        adaptor(Model(), "dp", grads="mean", mesh=mesh).double()
 
 
 def same(head: nn.Module) -> None:

@@ -139,6 +139,16 @@ def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reserve.held
     reserve.trim(0)
     assert reserve.held == 0
+    now = [0.0]
+    reserve = Reserve(now=lambda: now[0])
+    given(reserve)
+    given(reserve)
+    now[0] = 9.0
+    reserve.trim()
+    assert reserve.held
+    now[0] = 11.0
+    reserve.trim()
+    assert reserve.held == 0
     monkeypatch.setenv(reuse.SWITCH, "0")
     reserve = Reserve()
     given(reserve)
@@ -277,9 +287,18 @@ def of_every_collective() -> dict[str, Tensor]:
 def test_ranks_of_one_process_get_the_same_in_memory_that_was_used_before(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = mc.launch(of_every_collective, ranks=4)
     monkeypatch.setattr(reuse, "_LEAST", 2**10)
+    find, given_again = reuse.reserve.find, []
+
+    def seen(*given: Any) -> list[Tensor] | None:
+        found = find(*given)
+        given_again.append(found is not None)
+        return found
+
+    monkeypatch.setattr(reuse.reserve, "find", seen)
     for each, plain in zip(mc.launch(of_every_collective, ranks=4), wanted, strict=True):
         assert each.keys() == plain.keys()
         assert [name for name, y in each.items() if not torch.equal(y, plain[name])] == []
+    assert sum(given_again) > 200
 
 
 def dropped_results() -> int:

@@ -60,7 +60,11 @@ def copied_in_graph(x: Tensor) -> Tensor:
     view of that is given to the user, and it is kept for backward too, backward writes over what the user has, for
     torch (2.11 to 2.15) believes that nobody else has what was kept.
     """
-    return x.roll(0)
+    raw = x.contiguous()
+    if raw.is_floating_point() and raw.itemsize == 1:
+        raw = raw.view(torch.uint8)
+    y = torch.where(torch.ones((), dtype=torch.bool, device=x.device), raw, raw.new_zeros(()))
+    return y if y.dtype == x.dtype else y.view(x.dtype)
 
 
 _FRAMES = "torch._C._dynamo.eval_frame."

@@ -385,6 +385,7 @@ def _counts(other: object) -> bool:
 
 
 def _tied(x: Tensor, used: list[Tensor]) -> Tensor:
+    in_graph = torch.compiler.is_compiling()
     if not (x.is_floating_point() or x.is_complex()):
         if torch.is_grad_enabled() and any(other.requires_grad for other in used):
             what = "an x of integers or bools carries no gradient, and one of the others requires grad."
@@ -394,21 +395,11 @@ def _tied(x: Tensor, used: list[Tensor]) -> Tensor:
                 got=f"x {shape_text(x.dtype, x.shape)}",
                 fix="tie a floating tensor, such as the loss",
             )
-        return (
-            _torch.copied_in_graph(x)
-            if torch.compiler.is_compiling()
-            else x.clone(memory_format=torch.contiguous_format)
-        )
+        return _torch.copied_in_graph(x) if in_graph else x.clone(memory_format=torch.contiguous_format)
     # Nothing of each stands behind the values: exact for every value of both, and torch knows all of its derivatives.
     # Two dims: backward of a cat gives what has none of one dim zeros that no later derivative comes through.
     y = torch.cat([x.reshape(-1, 1), *(nothing_of(other, x) for other in used)]).view(x.shape)
-    return _copy(y) if torch.compiler.is_compiling() else y
-
-
-def _copy(x: Tensor) -> Tensor:
-    return (
-        _torch.copied_in_graph(x) if torch.compiler.is_compiling() else x.clone(memory_format=torch.contiguous_format)
-    )
+    return _torch.copied_in_graph(y) if in_graph else y
 
 
 def nothing_of(other: Tensor, x: Tensor) -> Tensor:

@@ -62,9 +62,10 @@ class Part(NamedTuple):
 _CUTS, _MESHES, _COPIES = "_meshcomm_cuts", "_meshcomm_meshes", "_meshcomm_copies"
 _SHARED = "_meshcomm_ranks_with_it"
 _NOTHING: Mapping[int, Part] = {}
-_Members = dict[int, "weakref.ref[Tensor]"]
-_known: weakref.WeakKeyDictionary[nn.Module, _Members] = weakref.WeakKeyDictionary()
-"""The modules that adaptors have spread, in order, and which parameters each had then, by their ids."""
+_known: weakref.WeakKeyDictionary[nn.Module, set[int] | None] = weakref.WeakKeyDictionary()
+"""The modules that adaptors have spread, in order, and the ids of the parameters that each had then; None of a copy,
+which is not whole yet. No references: torch swaps no tensors that have weak ones.
+"""
 
 
 def know(module: nn.Module, mesh: Mesh, made: Mapping[int, Part] = _NOTHING, copies: AxisName = ()) -> None:
@@ -86,9 +87,9 @@ def know(module: nn.Module, mesh: Mesh, made: Mapping[int, Part] = _NOTHING, cop
         kept[_MESHES] = (*kept.get(_MESHES, ()), mesh)
     if copies:
         kept[_COPIES] = mesh, copies
-    had = _known.setdefault(module, {})
+    had = _known.setdefault(module, None)
     if "_parameters" in vars(module):  # else it is a copy, in the making
-        _note(had, module.parameters())
+        _known[module] = (had or set()) | {id(p) for p in module.parameters()}
     watch_total_norms(_refuse_norm)
 
 
@@ -135,21 +136,17 @@ def all_known() -> list[nn.Module]:
     return list(_known)
 
 
-def _note(had: _Members, params: Iterable[Tensor]) -> None:
-    had.update((id(p), weakref.ref(p)) for p in params)
-
-
 def came_later(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that a module which adaptors have spread had not then (a copy: when first asked), by name."""
     had = _known[module]
-    if not had:
-        _note(had, module.parameters())
-    return {name: p for name, p in module.named_parameters() if (ref := had.get(id(p))) is None or ref() is not p}
+    if had is None:
+        had = _known[module] = {id(p) for p in module.parameters()}
+    return {name: p for name, p in module.named_parameters() if id(p) not in had}
 
 
 def take_in(module: nn.Module, params: Iterable[Tensor]) -> None:
     """These are its own from now on, as those that it had when it was spread."""
-    _note(_known[module], params)
+    _known[module] = (_known[module] or set()) | {id(p) for p in params}
 
 
 def axes_of_module(module: nn.Module) -> list[Axis]:

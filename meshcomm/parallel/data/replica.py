@@ -94,8 +94,6 @@ class Replica:
         """Of a copy."""
         vars(self).update(kept)
         know(self.module, self.mesh)
-        if not self.compared:
-            wait_for_gradients(self)
 
     @property
     def axis(self) -> Axis:

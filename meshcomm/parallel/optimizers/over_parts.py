@@ -32,7 +32,7 @@ def watch_steps() -> None:
     """From now on the steps of all optimizers are looked at."""
     if not _hooks:
         watch_scalers()
-        _hooks.append(register_optimizer_step_pre_hook(look_for_newcomers))
+        _hooks.append(register_optimizer_step_post_hook(look_for_newcomers))
         _hooks.append(register_optimizer_step_pre_hook(_before))
         _hooks.append(register_optimizer_step_post_hook(_after))
 
