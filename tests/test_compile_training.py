@@ -408,12 +408,13 @@ def tensor_parallel_stack(mesh: mc.Mesh) -> nn.Module:
 
 ADAPTORS: dict[str, tuple[Callable[[mc.Mesh], nn.Module], list[str]]] = {
     "tensor_parallel": (tensor_parallel_stack, ["whole"]),
+    "data_parallel": (lambda mesh: data_parallel(stack(), ("dp", "tp"), grads="mean", mesh=mesh), ["forward"]),
     "fully_shard": (
         lambda mesh: fully_shard(stack(), "tp", grads="mean", replica_axis="dp", units=["0", "1"], mesh=mesh),
         ["forward", "whole"],
     ),
 }
-"""Modules, and what is compiled of their steps; forward alone of the others is in the tests of each."""
+"""Modules, and what is compiled of their steps."""
 
 
 def rows_of(mesh: mc.Mesh, name: str) -> Tensor:
