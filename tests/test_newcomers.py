@@ -73,28 +73,18 @@ def test_gradients_that_nobody_reduces_are_an_error() -> None:
     assert all("'head.weight' came to Model" in text and "its gradient is" in text for text in mc.launch(main, ranks=2))
 
 
-def test_an_optimiser_that_has_nothing_else_is_looked_at() -> None:
+@pytest.mark.parametrize("added", [False, True])
+def test_an_optimiser_is_looked_at_when_it_has_them(added: bool) -> None:
+    """Alone, or beside those that it had before; a step without gradients says nothing of them."""
+
     def main() -> None:
         with mc.use_mesh(MESH):
             model = fully_shard(Model(), "dp", grads="mean")
             model.head = nn.Linear(4, 2)
-            sgd = torch.optim.SGD(model.head.parameters(), lr=0.1)
-            sgd.step()  # nobody has a gradient yet
-            model(torch.full((3, 4), 1.0 + MESH.rank)).sum().backward()
-            with pytest.raises(mc.MeshError, match="came to"):
-                sgd.step()
-
-    mc.launch(main, ranks=2)
-
-
-def test_what_is_added_to_an_optimiser_is_looked_at() -> None:
-    def main() -> None:
-        with mc.use_mesh(MESH):
-            model = fully_shard(Model(), "dp", grads="mean")
-            sgd = torch.optim.SGD(model.up.parameters(), lr=0.1)
+            sgd = torch.optim.SGD((model.up if added else model.head).parameters(), lr=0.1)
             sgd.step()
-            model.head = nn.Linear(4, 2)
-            sgd.add_param_group({"params": [*model.head.parameters()]})
+            if added:
+                sgd.add_param_group({"params": [*model.head.parameters()]})
             model(torch.full((3, 4), 1.0 + MESH.rank)).sum().backward()
             with pytest.raises(mc.MeshError, match="came to"):
                 sgd.step()

@@ -87,9 +87,9 @@ def know(module: nn.Module, mesh: Mesh, made: Mapping[int, Part] = _NOTHING, cop
         kept[_MESHES] = (*kept.get(_MESHES, ()), mesh)
     if copies:
         kept[_COPIES] = mesh, copies
-    had = _known.setdefault(module, None)
+    _known.setdefault(module, None)
     if "_parameters" in vars(module):  # else it is a copy, in the making
-        _known[module] = (had or set()) | {id(p) for p in module.parameters()}
+        take_in(module, module.parameters())
     watch_total_norms(_refuse_norm)
 
 
@@ -138,9 +138,9 @@ def all_known() -> list[nn.Module]:
 
 def came_later(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that a module which adaptors have spread had not then (a copy: when first asked), by name."""
-    had = _known[module]
-    if had is None:
-        had = _known[module] = {id(p) for p in module.parameters()}
+    if _known[module] is None:
+        take_in(module, module.parameters())
+    had = _known[module] or ()
     return {name: p for name, p in module.named_parameters() if id(p) not in had}
 
 

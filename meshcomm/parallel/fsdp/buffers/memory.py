@@ -61,7 +61,7 @@ class Memory:
             return like.new_empty(length)
         pieces, dtype = self._pieces, like.dtype
         for piece in pieces:
-            if piece.length == length and piece.dtype == dtype and not _of_tensor(piece.storage, 1) and piece.is_free():
+            if piece.length == length and piece.dtype == dtype and piece.is_free():
                 return piece.base.data  # a tensor of its own: nothing of what the last one had is known of it
         if pieces:  # never more than there would be without this
             pieces[:] = [piece for piece in pieces[1 - _MOST :] if not piece.is_free()]
