@@ -128,7 +128,7 @@ bench-collectives: $(VENV)/.installed
 	$(PY) -m benchmarks.collectives $(ARGS)
 
 docs: $(VENV)/.docs
-	$(PY) -m sphinx -q -W --keep-going -b html -d docs/_build/doctrees docs docs/_build/html
+	$(PY) -m sphinx -q -W -E --keep-going -b html -d docs/_build/doctrees docs docs/_build/html
 	$(PY) docs/_site/links.py docs/_build/html
 
 soak: $(VENV)/.installed

@@ -246,6 +246,17 @@ def test_docstrings_name_every_argument() -> None:
     assert found == {name: list(inspect.signature(getattr(mc, name)).parameters) for name in FUNCTIONS}
 
 
+def test_prose_stands_before_the_first_list() -> None:
+    """A sentence at the docstring's own level would be read, on the site, as more of the list above it."""
+
+    def after_a_list(name: str) -> list[str]:
+        doc = inspect.cleandoc(getattr(mc, name).__doc__)
+        lists = re.findall(r"^(?:Args|Raises):\n(.*?)(?=^(?:\w+):|\Z)", doc, re.MULTILINE | re.DOTALL)
+        return [line for each in lists for line in each.splitlines() if re.match(r"\S", line)]
+
+    assert {name: after_a_list(name) for name in FUNCTIONS if after_a_list(name)} == {}
+
+
 def test_docstrings_have_a_picture_of_the_ranks() -> None:
     picture = r"rank 0 .*->|->.*\n.*rank 0|rank 0 .*\n.*rank 1 .*->"
     drawn = [*COLLECTIVES, "reduce", "gather", "scatter"]

@@ -152,6 +152,9 @@ def init(
     else has initialised, which is adopted; RANK and WORLD_SIZE (torchrun); Open MPI's or MPICH's variables; a step of
     Slurm with more than one task; nothing, which leaves a plain process: a world of one.
 
+    On a rank among those of one process, or of a dry run, nothing begins and nothing of the process changes: time-out,
+    guard and place of meeting are those of the launch.
+
     Args:
         launcher: "pytorch", "mpi" or "slurm": take this one's variables, and raise if they are not set.
         backend: torch's name or names of backends. By default gloo for CPU tensors together with the accelerator's own.
@@ -167,9 +170,6 @@ def init(
             whether a gradient is needed), and a rank that waits finds out within a second that another one has called
             something else, waits for it, has raised an error, returned or ended. None: as MESHCOMM_GUARD says, which is
             1 or 0, the default. Ranks of one process always do.
-
-    On a rank among those of one process, or of a dry run, nothing begins and nothing of the process changes: time-out,
-    guard and place of meeting are those of the launch.
 
     Returns: nothing.
 
