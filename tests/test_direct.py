@@ -116,19 +116,69 @@ def found(mesh: mc.Mesh) -> dict[str, Any]:
         (g,) = torch.autograd.grad((fn(x) ** 2).sum(), x, create_graph=True)
         (gg,) = torch.autograd.grad((g * g).sum(), x)
         out |= {f"gradient of {name}": g.detach(), f"second derivative of {name}": gg}
+        y = fn(x)
+        (at_y,) = torch.autograd.grad((y**3).sum(), y, create_graph=True)  # what the others sum is not in it
+        out[f"derivative of the gradient at the result of {name}"] = torch.autograd.grad(at_y.sum(), x)[0]
         out[f"tangent of {name}"] = torch.func.jvp(fn, (x.detach(),), (x.detach() + 1,))[1]
+    return out
+
+
+def in_backward_of_sums(mesh: mc.Mesh) -> dict[str, Any]:
+    """What programs do to a sum, whose gradient goes through autograd's own nodes where a backend sums copies."""
+    whole = torch.arange(8.0).view(2, 4) + mesh.rank
+    x, seen = whole.clone().requires_grad_(), []
+    y = mc.all_reduce(x, "a", mesh=mesh)
+    y.register_hook(lambda g: g * 3)
+    y.retain_grad()
+    z = (y * y).sum()
+    z.backward(retain_graph=True)
+    z.backward()
+    out: dict[str, Any] = {"twice, hooked": x.grad, "retained": y.grad}
+    y = mc.all_reduce(x, "a", mesh=mesh)
+    y *= 2
+    (y * y).sum().backward()
+    out["written to"] = x.grad
+    y = mc.all_reduce(x.T[1:], "a", mesh=mesh)
+    with mc.trace() as trace:  # around backward alone
+        (y**3).sum().backward()
+    out |= {"of a view": x.grad, "traced": [(each.op, each.primitive) for each in trace.events]}
+    (g,) = torch.autograd.grad(mc.all_reduce((x + 1j) ** 2, "a", mesh=mesh).abs().sum(), x)
+    out["complex"] = g
+    with mc.trace():
+        y = mc.all_reduce(x, "a", mesh=mesh)
+    out["begun in a trace"] = torch.autograd.grad((y**2).sum(), x)[0]
+    summed = torch.utils.checkpoint.checkpoint(
+        lambda x: mc.all_reduce(x**2, "a", mesh=mesh) ** 2, x, use_reentrant=False
+    )
+    out["checkpoint"] = torch.autograd.grad(summed.sum(), x)[0]
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor) -> Tensor:
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> None:
+            seen.append(g)
+
+    y = mc.all_reduce(x, "a", mesh=mesh)
+    (Nothing.apply(y).sum() + 0 * x.sum()).backward(inputs=[x])
+    assert len(seen) == 1
+    assert_close(x.detach(), whole, rtol=0, atol=0)
     return out
 
 
 def both_ways(folder: str) -> list[str]:
     mesh = mc.make_mesh({"a": RANKS})
-    rank, by_us = mesh.rank, found(mesh)
+    rank, by_us = mesh.rank, found(mesh) | in_backward_of_sums(mesh)
     mc.shutdown()
     dist.Backend.register_backend("passes", Passes, devices=["cpu"])
     mc.init(init_method=f"file://{folder}/passes", rank=rank, world_size=RANKS, timeout=200, backend="passes")
     mesh = mc.make_mesh({"a": RANKS})
-    by_it = found(mesh)
+    by_it = found(mesh) | in_backward_of_sums(mesh)
     assert by_us.keys() == by_it.keys()
+    y = mc.all_reduce(torch.ones(4, 4, requires_grad=True), "a", mesh=mesh)
+    assert type(y.grad_fn).__name__ == "CloneBackward0"
     for name, value in by_us.items():
         if isinstance(value, Tensor):
             assert_close(by_it[name], value, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")

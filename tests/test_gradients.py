@@ -486,6 +486,38 @@ def test_gradients_have_memory_of_their_own_on_processes(pool4: Any) -> None:
     assert pool4.run(not_its_own_on_processes) == [[]] * 4
 
 
+def not_written_to(ranks: int) -> list[str]:
+    """The linear collectives whose result autograd has not let one write to, or which then had another gradient."""
+    mesh = mc.make_mesh({"a": ranks})
+    place, oracle, found = mesh.axis("a"), Oracle(mesh.shape), []
+    for case in LINEAR:
+        if case.op == "pvary":  # a view, as it says
+            continue
+        for how, more in {"": {}, ", later": {"async_op": True}}.items():
+            x = case.inputs(oracle, "a", torch.float64)[mesh.rank].clone().requires_grad_()
+            kwargs = case.kwargs(ranks) | case.own(ranks, place.index) | more
+            y = mc.wait(getattr(mc, case.op)(x, "a", mesh=mesh, **kwargs))
+            (expected,) = torch.autograd.grad(y, x, torch.full_like(y, 3), retain_graph=True)
+            try:
+                y.mul_(3)
+            except RuntimeError:
+                found.append(case.name + how)  # the others do not wait for its backward: all write, or none
+            else:
+                (g,) = torch.autograd.grad(y, x, torch.ones_like(y))
+                found += [case.name + how + ": gradient"] * (not torch.equal(g, expected))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_results_may_be_written_to(ranks: int) -> None:
+    """On every rank and whatever has moved them: the memory is theirs."""
+    assert mc.launch(not_written_to, ranks=ranks, args=(ranks,)) == [[]] * ranks
+
+
+def test_results_of_processes_may_be_written_to(pool4: Any) -> None:
+    assert pool4.run(not_written_to, 4) == [[]] * 4
+
+
 def no_grad_results() -> list[bool]:
     mesh = mc.make_mesh({"a": 2})
     x = torch.ones(2, requires_grad=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import inspect
 import math
 import warnings
+import weakref
 from contextvars import ContextVar
 from datetime import timedelta
 from itertools import product
@@ -533,6 +535,53 @@ def test_name_alive() -> None:
 def test_name_set_sequence_number() -> None:
     assert backward_order(None) == ["late", "early"]
     assert backward_order(2**62) == ["early", "late"]
+
+
+def test_name_hooked() -> None:
+    """The gradient goes through the hook also where it is differentiated again, and nobody else finds the hook."""
+    seen: list[Tensor | None] = []
+    holder = _torch.hook_for_nodes(lambda g: seen.append(g) or (None if g is None else g * 5))
+    x = torch.ones(2, requires_grad=True)
+    y = _torch.hooked(x, holder).clone()
+    y.register_hook(lambda g: g + 1)
+    (g,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
+    assert g.tolist() == [5.0 * (2 + 1)] * 2
+    assert torch.autograd.grad(g.sum(), x)[0].tolist() == [5.0 * (2 * 5 + 1)] * 2
+    _torch.hooked(x, holder).clone().sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [5.0, 5.0]
+    assert len(seen) == 3
+    assert len(holder._backward_hooks) == 1  # type: ignore[arg-type]
+
+
+def test_name_is_view() -> None:
+    x = torch.ones(2)
+    assert [_torch.is_view(y) for y in (x, x.view(1, 2), x.view(2).detach())] == [False, True, False]
+
+
+def test_name_hooks_nodes() -> None:
+    assert _torch.hooks_nodes == hasattr(torch.ones(1, requires_grad=True).clone().grad_fn, "_register_hook_dict")
+
+
+def test_name_hook_for_nodes() -> None:
+    """It goes with what it holds."""
+
+    class Held:
+        pass
+
+    held = Held()
+    gone = weakref.ref(held)
+    holder = _torch.hook_for_nodes(lambda g, held=held: g)  # type: ignore[misc]
+    held.holder = holder  # type: ignore[attr-defined]
+    y = _torch.hooked(torch.ones(2, requires_grad=True), holder).clone()
+    del held, holder, y
+    gc.collect()
+    assert gone() is None
+
+
+def test_name_HOOKED() -> None:  # noqa: N802
+    node: Any = _torch.hooked(torch.ones(2, requires_grad=True), _torch.hook_for_nodes(lambda g: g)).grad_fn
+    assert node.metadata == {_torch.HOOKED: True}
 
 
 def test_name_has_sequence_numbers() -> None:

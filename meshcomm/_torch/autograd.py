@@ -20,6 +20,7 @@ from meshcomm._versions import find, has, lack
 from meshcomm.errors import fail
 
 __all__ = [
+    "HOOKED",
     "after_backward",
     "backward_context",
     "backward_pass",
@@ -31,6 +32,10 @@ __all__ = [
     "function_of",
     "functorch_active",
     "has_sequence_numbers",
+    "hook_for_nodes",
+    "hooked",
+    "hooks_nodes",
+    "is_view",
     "keeps_tensors",
     "leaves_of_graph",
     "next_sequence_number",
@@ -286,6 +291,11 @@ def version_hint(x: Tensor) -> int:
     return x._version if _sees_writes else 0
 
 
+is_view: Callable[[Tensor], bool] = find(
+    "torch.Tensor._is_view", "results of collectives are taken for views: each costs a µs more", lambda x: True
+)
+"""Whether a tensor is a view of another one to autograd, which then refuses some writes to it."""
+
 _VIEWS = "torch.Tensor._view_func"
 _views = has(_VIEWS, "views as another dtype, and of conjugates, are refused by check_vma where they need a pvary")
 
@@ -360,6 +370,34 @@ def set_sequence_number(node: Any, number: int) -> None:
     """Have autograd run ``node``, when ready, before nodes with lower numbers; without that call nothing changes."""
     if has_sequence_numbers():
         node._set_sequence_nr(number)
+
+
+_HOOK_DICT = "torch.autograd.function.BackwardCFunction._register_hook_dict"
+hooks_nodes = has(_HOOK_DICT, "a sum over an axis of what requires grad takes some µs longer")
+"""Whether there is :func:`hooked`."""
+HOOKED = "hooked by meshcomm"
+"""In the metadata of a node: its gradient is not that of a view."""
+
+
+def hook_for_nodes(hook: Callable[[Tensor | None], Tensor | None]) -> Tensor:
+    """``hook``, in what nodes take it from at once; :meth:`Node.register_prehook` makes a dict and a handle each time.
+    None, for no gradient, stays None.
+    """
+    holder = torch.zeros((), device="cpu", requires_grad=True)
+    holder._backward_hooks = {0: hook}
+    return holder
+
+
+def hooked(x: Tensor, holder: Tensor) -> Tensor:
+    """An alias of ``x``, which requires grad: its gradient goes through the hook in ``holder``, in passes that are
+    differentiated again too. Nodes of C++ and nothing of Python before backward. For whom it is not handed on to:
+    ``torch.autograd.grad`` takes the gradient of the alias itself behind the hook.
+    """
+    alias = x[...]
+    node: Any = alias.grad_fn
+    node._register_hook_dict(holder)
+    node.metadata[HOOKED] = True
+    return alias
 
 
 _after_backward: Any = find(

@@ -23,7 +23,9 @@ from meshcomm._torch import (
     dual_level_open,
     forward_mode_on,
     functorch_active,
+    hook_for_nodes,
     in_graph,
+    is_view,
     let_into_graph,
     plain_apply,
     primal_of,
@@ -170,21 +172,31 @@ def apply(rule: Rule, x: Tensor, axis: Axis, params: Params = (), tree: Describe
 
 
 def sums_of(rule: Rule, transpose: Callable[[Tensor, Axis], Tensor]) -> Callable[[Tensor, Axis], Tensor]:
-    """``apply(rule, x, axis, ("sum",))`` of an all_reduce, the call that is made most: its node is handed the axis and
-    nothing else, and there is one Python call less at each step. ``transpose``: that of the rule, of a sum.
+    """``apply(rule, x, axis, ("sum",))`` of an all_reduce, the call that is made most: there is one Python call less at
+    each step, and its node is handed the axis and nothing else. ``transpose``: that of the rule, of a sum.
+
+    Where the backend sums a copy in place, as NCCL does, autograd's own nodes do, which are those of C++::
+
+        x  ->  alias  ->  clone, and then summed in place
+        g  <-  transpose, by a hook  <-  g
     """
 
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
         link = axis.link
         link.ledger.at_once += 1
-        return link.sum_now(link, x)
+        y: Tensor = link.sum_now(link, x)
+        return y.detach() if is_view(y) else y
 
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         return transpose(g, ctx.axis), None
 
     kind = type(_title(rule), (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
     node: Any = super(Function, shortened(kind, "axis")).apply  # type: ignore[misc]
+
+    def hook_of(axis: Axis) -> Tensor:
+        axis.sum_hook = hook_for_nodes(lambda g: None if g is None else transpose(g, axis))
+        return axis.sum_hook
 
     def summed(x: Tensor, axis: Axis) -> Tensor:
         if _is_compiling() or functorch_active() or dual_level_open():
@@ -193,7 +205,14 @@ def sums_of(rule: Rule, transpose: Callable[[Tensor, Axis], Tensor]) -> Callable
         told_of = link.hears or profiler_on()
         if x.requires_grad and _makes_graphs():
             x = unwrap_if_dead(x)
-            return rule.node(x, (axis, ("sum",), ())) if told_of else node(x, axis)  # type: ignore[no-any-return]
+            if told_of:
+                return rule.node(x, (axis, ("sum",), ()))  # type: ignore[no-any-return]
+            if link.sums_clones:
+                hook = axis.sum_hook
+                y = link.sum_now(link, x, hook_of(axis) if hook is None else hook)
+                if y is not None:
+                    return y  # type: ignore[no-any-return]
+            return node(x, axis)  # type: ignore[no-any-return]
         return rule.announced(x, axis, ("sum",), False, ()) if told_of else link.sum_now(link, x)
 
     return summed
@@ -355,6 +374,8 @@ class _Finish(Function):
         ctx.pair = pair
         y, pair.y = pair.y, None
         assert y is not None
+        if not pair.rule.local and is_view(y):
+            y = y.detach()  # as below
         if x is not None:
             ctx.save_for_backward(x, y)
         return y
@@ -400,7 +421,7 @@ def _backward_only(rule: Rule) -> type[Function]:
     """The cheapest Function: no torch.func. Of a call it is told the axis, the params and the tree of which ``x`` is
     made, or in its place a list: the line, and the result that has been waited for.
     """
-    run, saves = rule.run, rule.saves
+    run, saves, local = rule.run, rule.saves, rule.local
 
     def forward(ctx: Any, x: Tensor, call: tuple[Axis, Params, Any]) -> Tensor:
         axis, params, tree = call  # one argument, for each takes time
@@ -418,6 +439,8 @@ def _backward_only(rule: Rule) -> type[Function]:
                 told.node = None
         else:
             y = run(x, axis, *params)
+        if not local and is_view(y):
+            y = y.detach()  # of memory that is its own: autograd would refuse to have it written to
         if saves:
             ctx.save_for_backward(x, y)
         return y

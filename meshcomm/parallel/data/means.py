@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshcomm._torch import HOOKED
 from meshcomm.collectives import check
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
@@ -113,5 +114,5 @@ def _came_over(given: tuple[Any, ...]) -> Iterator[Axis]:
         if isinstance(axis, Axis):
             if name == "AllToAll" or (name == "_Finish" and node.pair.rule.name == "all_to_all"):
                 yield axis
-        elif name in _MOVES and len(nodes) < _FEW:
+        elif name in _MOVES and len(nodes) < _FEW and HOOKED not in node.metadata:
             nodes += [other for other, _ in node.next_functions if other is not None]

@@ -325,19 +325,24 @@ def _direct_in(log: Log, near: dict[torch.device | None, Any]) -> Callable[..., 
     return direct
 
 
-def _summed_in(log: Log, near: dict[torch.device | None, Any]) -> Callable[..., Tensor]:
+def _summed_in(log: Log, near: dict[torch.device | None, Any]) -> Callable[..., Tensor | None]:
     """``summed(link, x)``: what ``direct`` does of a sum that is waited for now, the call that is made most, without
     what that one asks and hands on for all others. What is to be waited for later, or is not reduced as it is, goes the
-    longer way.
+    longer way. ``summed(link, x, hook)``: see :class:`Link`.
     """
     number, keep, now, thread = log.number, log.records.append, monotonic, get_ident
-    shown, modes, options = _torch.profiler_on, _torch.dispatch_modes, options_for("AllreduceOptions", False)
+    modes, hooked, options = _torch.dispatch_modes, _torch.hooked, options_for("AllreduceOptions", False)
 
-    def summed(link: GroupLink, x: Tensor) -> Tensor:
+    def summed(link: GroupLink, x: Tensor, hook: Tensor | None = None) -> Tensor | None:
         cpu, shape, dtype = x.is_cpu, x.shape, x.dtype
         if dtype not in SUMMED or told.later or (cpu and link._on_gloo):
-            return link.all_reduce(x, "sum")
-        called = link.group if modes() or shown() else near.get(None if cpu else x.device) or link.near(x)
+            return link.all_reduce(x, "sum") if hook is None else None
+        called = link.group if modes() else near.get(None if cpu else x.device) or link.near(x)
+        if hook is not None:
+            if called is link.group:  # whose call goes through autograd, which would look at ``y``
+                return None
+            x = hooked(x, hook)
+            link.ledger.at_once += 1
         y = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
         record: Record = [number(), "all_reduce", "sum", dtype, shape, now(), None, None, -1, thread()]
         keep(record)

@@ -71,7 +71,7 @@ class ProcessLink(GroupLink):
         """As any; a sum that is waited for now is looked for here and not in the class."""
         super().note_in(log)
         if self.sums_directly:
-            self.sum_now = self._summed
+            self.sum_now, self.sums_clones = self._summed, _torch.hooks_nodes
 
     def traced(self) -> Any:
         """As functional operations; what goes to or from one rank is not traced."""
@@ -88,10 +88,11 @@ class ProcessLink(GroupLink):
         """As in the base, with a short way for what is reduced as it is, and two steps for what is large."""
         if op != "sum" or x.dtype not in SUMMED or (self._on_gloo and x.is_cpu):
             return self._all_reduce(x, op)
-        if not told.later:
-            return self._summed(self, x)
+        later = told.later
+        if not (later or _torch.profiler_on()):
+            return self._summed(self, x)  # type: ignore[return-value]
         y = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-        return self._direct(self, "all_reduce", "sum", x, -1, y, True, "allreduce", [y], _SUMS[True])
+        return self._direct(self, "all_reduce", "sum", x, -1, y, later, "allreduce", [y], _SUMS[later])
 
     def _all_reduce(self, x: Tensor, op: str) -> Tensor:
         if not (self._on_gloo and x.is_cpu):

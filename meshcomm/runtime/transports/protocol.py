@@ -141,8 +141,12 @@ class Link(Primitives, Protocol):
     def sum_parts(self, x: Parts) -> Tensor:
         """all_reduce (sum) of what nobody has put together."""
 
-    sum_now: Callable[[Any, Tensor], Tensor]
-    """``sum_now(link, x)``: all_reduce (sum), for who has seen that nobody hears it."""
+    sum_now: Callable[..., Any]
+    """``sum_now(link, x)``: all_reduce (sum), for who has seen that nobody hears it, no profiler either."""
+    sums_clones: bool
+    """Whether ``sum_now(link, x, hook)`` may sum what autograd's own ``clone`` has made of an ``x`` that requires grad,
+    with ``hook`` before its gradient (see ``_torch.hooked``); None, and nothing is done, where that does not go.
+    """
 
     def all_reduce_own(self, x: Tensor, op: str) -> Tensor:
         """all_reduce of a tensor that nobody else has: its memory may become the result's."""
@@ -166,9 +170,9 @@ class Defaults:
     whoever wants to know of those sees it.
     """
 
-    watched = hears = False
+    watched = hears = sums_clones = False
     hooks: Sequence[Any] = ()
-    sum_now: Callable[[Any, Tensor], Tensor] = staticmethod(_sum)
+    sum_now: Callable[..., Any] = staticmethod(_sum)
 
     def announce(self, call: Call) -> None:
         """Nobody listens; a rank that calls something else is a matter for the guard."""
