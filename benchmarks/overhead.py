@@ -241,8 +241,12 @@ def measure_collectives(mesh: mc.Mesh, repeats: int) -> dict[str, dict[str, Time
                 ),  # back its dims change
             }
             check_alike(name, form, [case.run(given.make()) for case in cases.values()])
+            cases["autograd"] = Case(Tensor.clone, given.make, grad)
             found[name][str(form)] = take_turns(calls_of(cases), repeats)
-    title = "The other collectives; x: over the direct call without grad; bare: the floors in a bare Function"
+    title = (
+        "The other collectives; x: over the direct call without grad; bare: the floors in a bare Function; autograd: "
+        "a clone and its backward, and no collective"
+    )
     print_collectives(title, found, peers.peers_of(RANKS, 0))
     return found
 
@@ -263,9 +267,11 @@ def print_collectives(title: str, found: Mapping[str, Mapping[str, Times]], thei
             for mode in MODES[1:]:
                 cells += [f"{1e6 * ours[mode]:.1f}", f"{ours[mode] / direct:.2f}"] if mode in ours else ["-", ""]
                 cells.append(f"{1e6 * times['bare'][mode]:.1f}" if mode in times.get("bare", ()) else "")
+            alone = times.get("autograd", {}).get(BACKWARD)
+            cells.append("" if alone is None else f"{1e6 * alone:.1f}")
             rows.append([name, form, *cells, theirs[name][1]])
     more = (part for mode in MODES[1:] for part in (mode, "x", "bare"))
-    head = ["µs", "", "ours", "direct", "floor", "x", *more, ""]
+    head = ["µs", "", "ours", "direct", "floor", "x", *more, "autograd", ""]
     print_table(title, head, rows)
 
 
