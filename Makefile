@@ -82,7 +82,7 @@ test-models: $(VENV)/.models
 	$(PY) tests/models/zoo_table.py $(ARGS)
 
 test-newest:
-	$(MAKE) test TORCH='$(NEWEST)' ARGS='-m "not processes and not thorough" $(IN_PROCESS) $(ARGS)'
+	MESHCOMM_WHOLE_TABLES=1 $(MAKE) test TORCH='$(NEWEST)' ARGS='-m "not processes and not thorough" $(IN_PROCESS) $(ARGS)'
 
 # An interpreter that was asked for is used as it is: a machine with GPUs may have torch and no network.
 ifeq ($(origin PYTHON),command line)

@@ -145,6 +145,7 @@ def test_as_one_rank_that_adds_up_in_it(way: Way, kind: str, grads: str, wide: t
     compared(kind, mc.launch(gradients, ranks=4, args=(kind, grads, way, wide)), grads, wide)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["data", "sharded", "replicas", "param_dtype"])
 def test_on_processes(pool4: Any, kind: str) -> None:
     for way in (last_outside, all_inside, all_outside):
@@ -163,6 +164,7 @@ def test_without_it_they_are_rounded_each_time(kind: str) -> None:
     assert (found[name].double() - expected("sum", F64)[name].flatten()).abs().max() > 1e-3
 
 
+@pytest.mark.one_in(4, alike=True)
 @pytest.mark.parametrize("kind", KINDS)
 def test_added_up_in_one_dtype_and_reduced_in_another(kind: str) -> None:
     """Rounded once per rank, not once per microbatch."""

@@ -390,6 +390,7 @@ SEQUENCES: dict[str, dict[str, Any]] = {
 """What a plan with a cut sequence says among other things."""
 
 
+@pytest.mark.one_in(3, alike=True)
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in SEQUENCES), ("few heads", 4), ("experts", 4)])
 def test_a_cut_sequence_that_finds_itself(name: str, ranks: int) -> None:
     module = made(name)
@@ -541,6 +542,7 @@ IN_FOUR = (
 )
 
 
+@pytest.mark.one_in(4, alike=True)
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in MODELS), *((name, 4) for name in IN_FOUR)])
 def test_what_is_trained_is_that_of_one_rank(name: str, ranks: int) -> None:
     plan = auto_plan(made(name), "tp", mesh=mc.make_mesh({"tp": ranks}))
@@ -552,6 +554,7 @@ def test_what_is_trained_is_that_of_one_rank(name: str, ranks: int) -> None:
             assert plan.get(pattern) == style or (style == "column" and plan.get(pattern) == Column()), (pattern, plan)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["plain", "fused", "latent", "counted"])
 def test_on_processes(name: str, pool4: Any) -> None:
     found = pool4.run(on_this_rank, name, 4)[0][1]
@@ -559,6 +562,7 @@ def test_on_processes(name: str, pool4: Any) -> None:
         assert_close(found[key], p, rtol=0, atol=1e-8)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["separate", "experts"])
 def test_the_same_plan_on_and_off_ranks(name: str) -> None:
     outside = auto_plan(made(name), "tp", mesh=mc.make_mesh({"tp": 2}))
@@ -676,6 +680,7 @@ def test_forwards_of_their_own_on_the_meta_device_without_float64(dtype: torch.d
     assert mc.launch(cut, ranks=2)[1] == [(V // 2, D), (D, D), (D,), (D, D), (D,)]
 
 
+@pytest.mark.thorough
 def test_bytes_of_the_table_are_those_that_are_sent() -> None:
     """Of all but the gradients of what ranks share, which are sent once per step."""
 

@@ -361,6 +361,7 @@ def compiled() -> bool:
     return same(*found) and same(*found[0])
 
 
+@pytest.mark.thorough
 def test_it_compiles(pool4: Any) -> None:
     assert pool4.run(compiled) == [True] * 4
 

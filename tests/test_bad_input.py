@@ -145,6 +145,7 @@ def test_wrong_on_one_rank_in_process(tmp_path: Path) -> None:
     others_are_told(mc.launch(one_wrong, ranks=4, args=(str(tmp_path), ONE_WRONG)))
 
 
+@pytest.mark.thorough
 def test_wrong_on_one_rank_under_guard(guarded4: WorkerPool, tmp_path: Path) -> None:
     ranks = guarded4.run(one_wrong, str(tmp_path), FEW_WRONG)
     others_are_told(ranks)

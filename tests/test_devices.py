@@ -207,6 +207,7 @@ def unplaced(path: Path) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_no_tensor_of_the_library_is_made_wherever_the_default_device_is() -> None:
     assert not [each for path in Path(mc.__file__).parent.rglob("*.py") for each in unplaced(path)]
 
@@ -236,6 +237,7 @@ def under_a_default_device() -> None:
         assert found.ok, found
 
 
+@pytest.mark.thorough
 def test_what_the_library_makes_for_itself_stays_on_the_cpu() -> None:
     command = [sys.executable, "-c", "import test_devices as t; t.under_a_default_device()"]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=200)
@@ -435,6 +437,7 @@ def exact_without_float64() -> None:
         assert on_cpu.tolist() == on_device.to("cpu").tolist()
 
 
+@pytest.mark.thorough
 @needs_toy
 def test_exact_sums_of_ranks_of_one_process_without_float64() -> None:
     command = [sys.executable, "-c", "import test_devices as t; t.exact_without_float64()"]

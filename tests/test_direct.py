@@ -11,6 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -224,6 +225,7 @@ def both_ways(folder: str) -> list[str]:
     return missed
 
 
+@pytest.mark.thorough
 def test_one_call_of_the_backend(tmp_path: Any) -> None:
     assert mc.launch(both_ways, ranks=RANKS, args=(str(tmp_path),), runtime="processes", timeout=280) == [[]] * RANKS
 
@@ -269,6 +271,7 @@ else:
 """
 
 
+@pytest.mark.thorough
 def test_who_looks_at_torch_s_operations_sees_those_of_collectives() -> None:
     """Else they go by another way, which is shorter."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", SEEN], capture_output=True, text=True, timeout=280)

@@ -131,6 +131,7 @@ def test_links_lead_somewhere() -> None:
     ]
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("fence", PROGRAMS, ids=lambda fence: f"{fence.page.name}-line-{fence.line}")
 def test_program(
     fence: Fence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -325,6 +325,7 @@ def test_what_an_lstm_keeps_and_takes(how: dict[str, Any], shape: tuple[int, int
     assert mc.dry_run(main, {"dp": 2}).peak_bytes == pytest.approx(most_of(main), rel=0.005)
 
 
+@pytest.mark.thorough
 def test_the_peak_is_that_of_processes(pool4: WorkerPool) -> None:
     """Within 2 %, on each rank."""
     ranks = pool4.run(measured)

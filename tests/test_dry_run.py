@@ -196,6 +196,7 @@ def rows(trace: mc.Trace, rank: int) -> list[tuple[Any, ...]]:
     ]  # fmt: skip
 
 
+@pytest.mark.one_in(4, alike=True)
 @pytest.mark.parametrize("name", PLANS)
 def test_events_are_those_of_a_run(name: str) -> None:
     shape, fn = PLANS[name]
@@ -218,6 +219,7 @@ def test_events_are_those_of_a_run(name: str) -> None:
     assert not mc.is_dry()
 
 
+@pytest.mark.thorough
 def test_a_rank_of_thousands() -> None:
     shape = {"rep": 64, "fsdp": 16, "tp": 8}
     run = mc.dry_run(lambda: train(sharded(cut(), replica_axis="rep")), shape, ranks=[0, 8191])
@@ -228,6 +230,7 @@ def test_a_rank_of_thousands() -> None:
     assert {e.size for e in run.trace.events if e.axis == "rep"} == {64}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cut", [True, False])
 def test_parameters_of_stages_have_the_names_that_they_have_in_a_run(cut: bool) -> None:
     """With the number of the stage where two stages have the same: stages of one model have not."""

@@ -161,6 +161,7 @@ def test_what_is_asked_of_a_tensor_takes_no_time() -> None:
     assert seconds(main, {"dp": 2}) == 0.0
 
 
+@pytest.mark.thorough
 def test_this_machine_is_measured_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

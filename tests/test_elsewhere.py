@@ -143,6 +143,7 @@ def test_dir_shows_what_is_public_only() -> None:
     assert dir(mc.parallel) == sorted(mc.parallel.__all__)
 
 
+@pytest.mark.thorough
 def test_the_table_is_not_read_before_a_name_is_missing() -> None:
     program = "import meshcomm as mc; mc.all_to_all; mc.parallel.fully_shard; from meshcomm import elsewhere; print(elsewhere.rows.cache_info().currsize)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=280, check=True)

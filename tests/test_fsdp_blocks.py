@@ -103,6 +103,7 @@ OPTIONS: list[Options] = [
 ]
 
 
+@pytest.mark.one_in(3, alike=True)
 @pytest.mark.parametrize(("clip", "micro"), [(False, 1), (True, 1), (True, 2)])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_as_units(options: Options, clip: bool, micro: int) -> None:
@@ -365,5 +366,6 @@ def on_processes() -> list[bool]:
     return found
 
 
+@pytest.mark.thorough
 def test_processes(pool4: Any) -> None:
     assert pool4.run(on_processes) == [[True] * 6] * 4

@@ -631,6 +631,7 @@ def test_checkpoints_inside_and_around_units(way: tuple[str, str, str]) -> None:
         same(got, alone(name, 4))
 
 
+@pytest.mark.one_in(4, alike=True)
 @pytest.mark.parametrize("way", WAYS[:5], ids=str)
 def test_checkpoints_on_processes(way: tuple[str, str, str], pool4: WorkerPool) -> None:
     name = f"recomputed {way}"

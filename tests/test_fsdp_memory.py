@@ -241,6 +241,7 @@ def _compare() -> None:
     print("equal")
 
 
+@pytest.mark.thorough
 def test_what_forward_keeps_stays() -> None:
     """Aliases of weights, in each mode, by a backend that gathers into memory that it is given."""
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=600, check=False)

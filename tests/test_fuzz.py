@@ -141,6 +141,7 @@ def test_valid_under_guard(guarded4: WorkerPool, program: Program) -> None:
     right(program, guarded4.run(on_rank, program.light()))
 
 
+@pytest.mark.thorough
 @examples(8, processes=True)
 @given(example=broken_programs(FOUR))
 def test_broken_under_guard(guarded4: WorkerPool, example: tuple[Program, Break]) -> None:

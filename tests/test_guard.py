@@ -301,6 +301,7 @@ def in_a_barrier_between(name: str) -> str:
     return told
 
 
+@pytest.mark.one_in(4, alike=True)
 @pytest.mark.parametrize("name", BEHIND)
 def test_who_waits_behind_one_in_a_barrier_is_told(guarded: Any, name: str) -> None:
     nothing, first, nothing_either, second = guarded.run(in_a_barrier_between, name)
@@ -618,6 +619,7 @@ def rounds_that_let_go(rounds: int) -> list[int]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["pool4", "gloo4", "guarded4"])
 def test_a_mesh_that_is_dropped_leaves_nothing_at_the_store(request: pytest.FixtureRequest, kind: str) -> None:
     counts = request.getfixturevalue(kind).run(rounds_that_let_go, 6)[0]

@@ -328,6 +328,7 @@ def meet_again() -> None:
     works_on(mc.make_mesh({"a": 4}))
 
 
+@pytest.mark.thorough
 def test_who_is_far_ahead_of_one_that_does_not_come(guarded4: Any) -> None:
     found = guarded4.run(far_ahead)
     for took, text in found:
@@ -356,6 +357,7 @@ def a_ring_later() -> list[Any]:
     return mc.all_reduce(x, "a", mesh=mesh).tolist()
 
 
+@pytest.mark.thorough
 def test_a_difference_that_is_read_late(guarded4: Any) -> None:
     assert guarded4.run(a_ring_later) == 4 * [[4.0, 4.0]]
 

@@ -143,6 +143,7 @@ def given_up(folder: str) -> list[str]:
     return told
 
 
+@pytest.mark.thorough
 def test_one_that_gives_up_is_heard_by_all(guarded: Any, tmp_path: Path) -> None:
     for (_, limited, late), *texts in zip(GIVEN_UP, *guarded.run(given_up, str(tmp_path)), strict=True):
         for rank, text in enumerate(texts):

@@ -164,6 +164,7 @@ def at_the_same_time(rounds: int) -> list[bool]:
     return found
 
 
+@pytest.mark.thorough
 def test_all_or_none_whenever_they_come(guarded: Any) -> None:
     first, *others = guarded.run(at_the_same_time, 25)
     assert others == [first] * 3

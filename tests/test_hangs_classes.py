@@ -146,6 +146,7 @@ def random_along_tp() -> float:
         return random.random()
 
 
+@pytest.mark.one_in(4, alike=True)
 @pytest.mark.parametrize(
     "place",
     [lambda: mc.current_mesh().axis("dp").ranks[0], lambda: mc.current_mesh().axis("dp").coordinate["tp"],
@@ -167,6 +168,7 @@ def test_what_says_where_a_rank_is_makes_it_run(place: Callable[[], object]) -> 
     assert kinds(proof) == ["unmatched"] * len(proof.findings) != []
 
 
+@pytest.mark.thorough
 def test_zeros_that_nobody_sent_are_not_believed() -> None:
     def main() -> None:
         if not mc.shift(ones(), "tp", 1, wrap=False).any():

@@ -86,6 +86,7 @@ def test_train_gpt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pyte
     assert mc.prove_no_hang(lambda: gpt.main(args), args.mesh).check()
 
 
+@pytest.mark.thorough
 def test_finetune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On two meshes, with a checkpoint between them."""
     pytest.importorskip("transformers")
@@ -102,6 +103,7 @@ def test_elastic(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest
         assert mc.prove_no_hang(lambda: elastic.main(args), {"all": 2}).check()
 
 
+@pytest.mark.thorough
 def test_plan_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """One layer of the model of which it plans, on as many ranks as it does: of each class one, for they have no memory."""
     page = example("plan_a_cluster", monkeypatch)
@@ -174,6 +176,7 @@ PLANS: dict[str, tuple[Any, dict[str, int], list[int]]] = {
 }
 
 
+@pytest.mark.one_in(3, alike=True)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_few_ranks_stand_for_the_rest(name: str) -> None:
     fn, shape, ranks = PLANS[name]

@@ -351,6 +351,7 @@ print(found)
 """
 
 
+@pytest.mark.thorough
 def test_numpy_is_asked_for_random_numbers_by_a_rank_first() -> None:
     """As where it had been asked before the launch; the caller keeps what numpy began with."""
     late, early = (in_a_new_process(FIRST_DRAW.replace("LOADED", line)) for line in ("", "import numpy.random"))
@@ -371,6 +372,7 @@ print(mc.launch(main, ranks=2))
 """
 
 
+@pytest.mark.thorough
 def test_numpy_is_asked_for_random_numbers_under_fork_rng_first() -> None:
     late, early = (in_a_new_process(FORKED_FIRST.replace("LOADED", line)) for line in ("", "import numpy.random"))
     assert late == early

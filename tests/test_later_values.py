@@ -97,6 +97,7 @@ WAYS: dict[str, Any] = {
 }
 
 
+@pytest.mark.one_in(3, alike=True)
 @pytest.mark.parametrize("way", WAYS)
 def test_cut_then_loaded(way: str, tmp_path: Path) -> None:
     given = state()

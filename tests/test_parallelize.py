@@ -101,6 +101,7 @@ def test_a_cut_sequence(by_calls: bool) -> None:
         assert_close(state[key], p.detach(), rtol=0, atol=1e-9)
 
 
+@pytest.mark.one_in(3, alike=True)
 @pytest.mark.parametrize("by_calls", [False, True])
 @pytest.mark.parametrize(("shape", "axes", "expected"), CASES)
 def test_by_the_axes(shape: dict[str, int], axes: Any, expected: list[str], by_calls: bool) -> None:

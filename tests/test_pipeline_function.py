@@ -228,6 +228,7 @@ def compiled(backend: str = "aot_eager") -> None:
     assert_close(*found, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.thorough
 def test_compiled(pool4: Any) -> None:
     pool4.run(compiled)
 

@@ -84,6 +84,7 @@ def test_what_is_too_large_comes_last_and_machines_are_told_apart() -> None:
         assert mc.sweep(sharded, [{"dp": 8}], small).best
 
 
+@pytest.mark.thorough
 def test_the_stage_with_most_counts() -> None:
     row = mc.sweep(staged, [{"pp": 3, "dp": 2}], H100).best
     assert row.ranks == (0, 2, 4)
@@ -126,6 +127,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.thorough
 def test_a_trial_is_the_program_with_that_option() -> None:
     run = mc.dry_run(sharded, {"fsdp": 64}, hardware=H100)
     advice = run.advice({"half the rows": {"rows": 1024}, "eight": {"layers": 8}})
@@ -149,6 +151,7 @@ def test_a_trial_is_the_program_with_that_option() -> None:
     assert f"most helps {advice.best.name}" in str(advice)
 
 
+@pytest.mark.thorough
 def test_other_meshes_are_compared_by_what_they_do() -> None:
     """The pipeline gets fewer stages and more copies; one that the program cannot take is listed."""
 
@@ -181,6 +184,7 @@ def test_what_cannot_be_repeated_is_refused() -> None:
         mc.dry_run(sharded, {"fsdp": 8}).advice()
 
 
+@pytest.mark.thorough
 def test_the_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """An 8-B model on 2 GPUs: without tensor parallelism more tokens, with it all in memory; a picture."""
     out = tmp_path / "meshes.svg"

@@ -191,6 +191,7 @@ def given_up_over_gloo(late: int, turns: int) -> list[int]:
     return counts
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("late", "turns"), [(1, 2), *(pytest.param(i, 1, marks=pytest.mark.thorough) for i in (0, 1, 3))]
 )
@@ -355,6 +356,7 @@ def over_sockets() -> list[str]:
     return told
 
 
+@pytest.mark.thorough
 def test_over_sockets_ranks_whose_time_is_up_tell_each_other_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHCOMM_SHARED_MEMORY", "0")
     (first, mesh_time), (second,) = mc.launch(over_sockets, ranks=2, runtime="processes", timeout=280)

@@ -171,6 +171,7 @@ def after_a_call_that_failed() -> None:
         assert mc.all_reduce(torch.full((8,), 2.0), "a", mesh=mesh).tolist() == [8.0] * 8
 
 
+@pytest.mark.thorough
 def test_a_call_that_failed_is_not_taken_for_the_next(pool4: Any) -> None:
     pool4.run(after_a_call_that_failed)
 

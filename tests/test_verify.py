@@ -376,6 +376,7 @@ def stage_of_wrong_values(ws: Tensor, h: Tensor) -> Tensor:
     return h
 
 
+@pytest.mark.thorough
 def test_where_one_device_has_no_such_steps_each_ranks_part_is_nudged() -> None:
     """A ring, and stages of a pipeline, whose steps come another number of times."""
     specs = {"in_specs": ("(cp b) d", "(cp d) e"), "out_specs": "(cp b) e"}
