@@ -73,10 +73,10 @@ class Log:
 
     def _begin(self) -> Callable[..., Record]:
         """``begin(what, op, dtype, shape, root=-1)``: note a call. A closure: it costs half of what a method does."""
-        number, keep, now, thread = self.number, self.records.append, time.monotonic, get_ident
+        number, keep, now = self.number, self.records.append, time.monotonic
 
         def begin(what: str, op: str, dtype: torch.dtype | None, shape: Any, root: Any = -1) -> Record:
-            record = [number(), what, op, dtype, shape, now(), None, self.call, root, thread()]
+            record = [number(), what, op, dtype, shape, now(), None, self.call, root, get_ident()]
             keep(record)
             return record
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshcomm import _torch
+from meshcomm._torch import dispatch_modes, hooked, profiler_on
 from meshcomm.errors import FIRST_CAUSE, CommError, fail, text
 from meshcomm.runtime.call import told
 from meshcomm.runtime.health import hosts, peers
@@ -287,16 +288,16 @@ def _direct_in(log: Log, near: dict[torch.device | None, Any]) -> Callable[..., 
     dispatcher to the backend, which takes as long as the call itself; it does where somebody looks at what goes through
     there.
     """
-    number, keep, now, thread = log.number, log.records.append, monotonic, get_ident
-    shown, modes = _torch.profiler_on, _torch.dispatch_modes
+    number, keep = log.number, log.records.append  # and nothing that is global: each mesh has these
 
     def direct(
         link: GroupLink, what: str, op: str, x: Tensor, root: int, y: Tensor, later: bool, name: str, *given: Any
     ) -> Tensor:
         cpu = x.is_cpu
-        called = link.group if modes() or shown() else near.get(None if cpu else x.device) or link.near(x)
+        seen = dispatch_modes() or profiler_on()
+        called = link.group if seen else near.get(None if cpu else x.device) or link.near(x)
         shape = x.shape
-        record: Record = [number(), what, op, x.dtype, shape, now(), None, None, root, thread()]
+        record: Record = [number(), what, op, x.dtype, shape, monotonic(), None, None, root, get_ident()]
         keep(record)
         if 0 not in shape:
             try:
@@ -330,21 +331,20 @@ def _summed_in(log: Log, near: dict[torch.device | None, Any]) -> Callable[..., 
     what that one asks and hands on for all others. What is to be waited for later, or is not reduced as it is, goes the
     longer way. ``summed(link, x, hook)``: see :class:`Link`.
     """
-    number, keep, now, thread = log.number, log.records.append, monotonic, get_ident
-    modes, hooked, options = _torch.dispatch_modes, _torch.hooked, options_for("AllreduceOptions", False)
+    number, keep, options = log.number, log.records.append, options_for("AllreduceOptions", False)
 
     def summed(link: GroupLink, x: Tensor, hook: Tensor | None = None) -> Tensor | None:
         cpu, shape, dtype = x.is_cpu, x.shape, x.dtype
         if dtype not in SUMMED or told.later or (cpu and link._on_gloo):
             return link.all_reduce(x, "sum") if hook is None else None
-        called = link.group if modes() else near.get(None if cpu else x.device) or link.near(x)
+        called = link.group if dispatch_modes() else near.get(None if cpu else x.device) or link.near(x)
         if hook is not None:
             if called is link.group:  # whose call goes through autograd, which would look at ``y``
                 return None
             x = hooked(x, hook)
             link.ledger.at_once += 1
         y = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-        record: Record = [number(), "all_reduce", "sum", dtype, shape, now(), None, None, -1, thread()]
+        record: Record = [number(), "all_reduce", "sum", dtype, shape, monotonic(), None, None, -1, get_ident()]
         keep(record)
         if 0 not in shape:
             try:
