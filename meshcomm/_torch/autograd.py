@@ -183,10 +183,14 @@ def forward_ad_state() -> tuple[int, int]:
     return (forward_ad._current_level, eager_transforms.JVP_NESTING) if _shares_levels else (-1, 0)
 
 
-def set_forward_ad_state(state: tuple[int, int]) -> None:
-    """Put back what :func:`forward_ad_state` gave."""
-    if _shares_levels:
+def set_forward_ad_state(state: tuple[int, int]) -> tuple[int, int]:
+    """Put back what :func:`forward_ad_state` gave, and give what it would give now."""
+    if not _shares_levels:
+        return state
+    before = forward_ad._current_level, eager_transforms.JVP_NESTING
+    if before != state:
         forward_ad._current_level, eager_transforms.JVP_NESTING = state
+    return before
 
 
 @contextlib.contextmanager

@@ -133,7 +133,9 @@ class Rule:
         link, given, before = axis.link, params[: len(self.agreed)], told.call
         whose = None if self.whose is None else params[self.whose]
         try:
-            if link.watched:
+            if link.briefly:
+                told.call = self.noted, given, x.dtype, x.shape, tree, needs_grad, axis, whose
+            elif link.watched:
                 told.call = call = self.noted(given, x.dtype, x.shape, tree, needs_grad, axis, whose)
                 link.announce(call)
             elif link.hears:

@@ -195,6 +195,8 @@ AXIS, SEEN = Call._fields.index("axis"), Call._fields.index("moved")
 BEHIND = AXIS + 1
 _compared = itemgetter(*map(Call._fields.index, ("what", "given", "moved", "fixed", "tree")))
 _new: Any = tuple.__new__  # half of what a named tuple's own way costs
+BRIEF_AXIS = 6
+"""Where the axis stands in what a link is told briefly."""
 UNSEEN = (), (), (), ((), ()), None, False
 """The last fields of a call of which no link has seen anything."""
 
@@ -206,7 +208,7 @@ class _Told(threading.local):
 
     call: Any = None
     """A :class:`Call`; or, for links that hear and are not watched, what makes one with its arguments, the tree and
-    whose gradient it is.
+    whose gradient it is; for links that are told briefly, what makes one, followed by all of its arguments.
     """
     later = False
     """Whether the call is waited for later: its primitives then give a Pending where they would have to wait."""

@@ -101,6 +101,8 @@ class Link(Primitives, Protocol):
     """Who is asked before each primitive; empty, and not looked at, while there are none: see hooks/stack.py."""
     watched: bool
     """Whether each call is announced first, and ``told.call`` of ``runtime/call.py`` is all of it."""
+    briefly: bool
+    """Whether it needs no announcement then, and makes the call by itself, of what ``told.call`` says of that."""
     hears: bool
     """Whether it looks into ``told.call`` at all, so that ranks that disagree are told so."""
 
@@ -170,7 +172,7 @@ class Defaults:
     whoever wants to know of those sees it.
     """
 
-    watched = hears = sums_clones = False
+    watched = hears = briefly = sums_clones = False
     hooks: Sequence[Any] = ()
     sum_now: Callable[..., Any] = staticmethod(_sum)
 

@@ -15,8 +15,11 @@ from meshcomm.runtime.callsite import hinted
 from meshcomm.runtime.lengths import dims_said
 from meshcomm.runtime.recorder import Record
 from meshcomm.runtime.transports.threads.scheduler import Rank
+from meshcomm.runtime.whose import differ
 from meshcomm.runtime.words import differing
 
+_KEPT = 1000
+"""How many calls a circle knows again."""
 _GIVEN_UP = "not all ranks made a call before they met in a barrier with a time-out, which ends what was begun before."
 
 
@@ -33,10 +36,11 @@ class Came(NamedTuple):
 class Meeting:
     """One collective: who has come, with what, and what came of it."""
 
-    __slots__ = ("came", "count", "error", "inputs", "odd", "outlasts", "over", "results", "waiting")
+    __slots__ = ("alike", "came", "count", "error", "inputs", "odd", "outlasts", "over", "results", "waiting")
 
     def __init__(self, size: int) -> None:
         self.came: list[Came] = []
+        self.alike: Any = None  # what stands for the call of the one that came first, see Circle.one
         self.inputs: list[Any] = [None] * size
         self.results: list[Any] | None = None
         self.error: str | None = None
@@ -50,6 +54,14 @@ class Meeting:
         """Whoever comes later is told the same."""
         if not self.over:
             self.error, self.inputs, self.over = error, [], True
+
+    def differs(self, call: Call, all_here: bool) -> bool:
+        """Whether this one, which came last, makes it a call that not all make, and they are told so now."""
+        came = self.came
+        self.odd = self.odd or not came[0].call.agrees(call)
+        if call.whose is not None and any(differ(each.call.word, call.word) for each in came):
+            return True
+        return self.odd and (all_here or not self.lengths())  # else all are told, of lengths
 
     def lengths(self) -> str:
         """What is said where tensors of other lengths are all that differs."""
@@ -124,6 +136,15 @@ class Circle:
         self.rolls: dict[int, Meeting] = {}
         self.posts: dict[tuple[int, int, int], deque[Message]] = {}
         self.wants: dict[tuple[int, int, int], deque[Message]] = {}
+        self._ones: dict[Any, object] = {}
+
+    def one(self, call: Call) -> object:
+        """The same object for calls that agree, whichever rank makes them; None for one that is to be compared."""
+        if call.whose is not None:
+            return None
+        if len(self._ones) >= _KEPT:
+            self._ones.clear()
+        return self._ones.setdefault((call.compared, call.needs_grad), object())
 
     def align(self) -> None:
         """All ranks count on from the one that has made the most calls."""

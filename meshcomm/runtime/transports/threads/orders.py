@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from meshcomm.runtime.call import told
 from meshcomm.runtime.callsite import Spot, call_spot, site_at
+from meshcomm.runtime.recorder import made
 from meshcomm.runtime.transports.threads.scheduler import Rank, World, current_rank
 
 
@@ -126,8 +127,8 @@ class OrderedWorld(World):
         self._ready.stays = True
         self._hand_over(rank)
         super().check()
-        if rank.index not in self._within and told.call is not None:
-            self._order.issued.append(Issue(rank.index, told.call.what, call_spot(2)))
+        if rank.index not in self._within and (call := made(told.call)) is not None:
+            self._order.issued.append(Issue(rank.index, call.what, call_spot(2)))
 
     def wait(
         self,

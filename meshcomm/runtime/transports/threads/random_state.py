@@ -41,6 +41,7 @@ class RandomState:
         self._device: Any = None  # the accelerator's, once it is in use
         self._waiting: Any = None  # what it is to be seeded with when it is used first
         self._numpy_whole: Any = None
+        self._accelerator = accelerator.module()
         if self._seed is None:
             self.save()
             if (module := numpy_state.module()) is not None:
@@ -55,7 +56,7 @@ class RandomState:
         self._own = twister.take(self._own)
         if numpy_state.NAME in sys.modules and (module := numpy_state.module()) is not None:
             self._numpy = module.get_bit_generator()
-        if (unused := accelerator.module()) is None:
+        if (unused := self._accelerator) is None:
             return
         if (device := accelerator.in_use()) is not None:
             self._device = device.get_rng_state()
@@ -72,7 +73,7 @@ class RandomState:
             twister.put(self._own)
         if numpy_state.NAME in sys.modules and (module := numpy_state.module()) is not None:
             self.load_numpy(module)
-        if accelerator.module() is not None:
+        if self._accelerator is not None:
             self._load_device()
 
     def load_numpy(self, module: ModuleType) -> None:
@@ -85,7 +86,7 @@ class RandomState:
             module.set_state(self._numpy_whole)
 
     def _load_device(self) -> None:
-        device, unused = accelerator.in_use(), accelerator.module()
+        device, unused = accelerator.in_use(), self._accelerator
         if device is not None and self._device is not None:
             device.set_rng_state(self._device)
         elif self._waiting is None:  # the first time of a rank; also where torch does not say what waits

@@ -16,8 +16,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import is_anomaly_enabled
 
 from meshcomm import _torch
+from meshcomm._torch import set_forward_ad_state
 from meshcomm.errors import CommError, fail, text
 from meshcomm.runtime.callsite import hinted
 from meshcomm.runtime.pending import TimedOutError
@@ -93,20 +95,24 @@ class Rank:
         self.made: dict[Any, int] = {}  # how many meshes of a kind
 
     def save(self) -> None:
-        """Keep what torch and others hold per process but is this rank's own."""
+        """Keep the random state, which is one per process but this rank's own."""
         self.random.save()
         if self.world.streams is not None:
             self.world.streams.leave()
-        self.forward_ad = _torch.forward_ad_state()
-        self.anomaly = _anomaly() if torch.is_anomaly_enabled() else None
 
     def load(self) -> None:
-        """Put it back."""
-        if self.world.streams is not None:
-            self.world.streams.enter()
+        """Put it back, and exchange with the rank that ran before what else torch has one of: the level of forward
+        mode, and whether autograd looks for anomalies.
+        """
+        world = self.world
+        if world.streams is not None:
+            world.streams.enter()
         self.random.load()
-        _torch.set_forward_ad_state(self.forward_ad)
-        if self.anomaly is not None or torch.is_anomaly_enabled():
+        before, world.in_place = world.in_place, self
+        levels, anomaly = set_forward_ad_state(self.forward_ad), _anomaly() if is_anomaly_enabled() else None
+        if before is not None:
+            before.forward_ad, before.anomaly = levels, anomaly
+        if anomaly is not self.anomaly:
             _set_anomaly(self.anomaly)
 
     def describe(self) -> str:
@@ -117,7 +123,7 @@ class Rank:
 
 def _anomaly() -> bool | None:
     """Whether autograd looks for anomalies, in NaNs too; None if it does not look."""
-    return torch.is_anomaly_check_nan_enabled() if torch.is_anomaly_enabled() else None
+    return torch.is_anomaly_check_nan_enabled() if is_anomaly_enabled() else None
 
 
 def _set_anomaly(found: bool | None) -> None:
@@ -177,6 +183,7 @@ class World:
         self.shared: dict[Any, Any] = {}
         self.streams = None if accelerator.module() is None else accelerator.Order()
         self.ranks = [Rank(self, index, make(index), anomaly) for index in range(size)]
+        self.in_place: Rank | None = None  # the one whose random state, and so on, is that of the process
         self._ready: deque[Rank] = deque(self.ranks)
         self.cancelled = False
         self.idle = 0  # looks and time-outs since a rank last did something that others may have waited for

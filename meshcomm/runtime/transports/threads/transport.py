@@ -10,41 +10,50 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from time import monotonic
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshcomm._torch import backward_pass, outside_dispatch_modes
 from meshcomm.errors import CommError, MeshError, shape_text
-from meshcomm.runtime.call import Call, Post, Want, messages_of, told
+from meshcomm.runtime.call import BRIEF_AXIS, Call, Post, Want, messages_of, told
 from meshcomm.runtime.callsite import call_site, call_spot
 from meshcomm.runtime.health.attendance import absent_text
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.pending import Pending, TimedOutError
-from meshcomm.runtime.recorder import DROPPED, ENDED, THREAD, Owner, Record, failed, inside_again, log_among
+from meshcomm.runtime.recorder import DROPPED, ENDED, THREAD, Owner, Record, failed, inside_again, log_among, made
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.protocol import Defaults
 from meshcomm.runtime.transports.threads import results
 from meshcomm.runtime.transports.threads.meetings import Batch, Came, Circle, Meeting, Message
 from meshcomm.runtime.transports.threads.scheduler import Rank, current_rank, local
-from meshcomm.runtime.whose import differ
 from meshcomm.runtime.words import axis_text, sentence
 
 Compute = Callable[[list[Any]], Sequence[Any]]
 
 _UNKNOWN = Call("a collective")
-_NEVER = None, _UNKNOWN
 _KEPT = 64
 """How many calls a link knows again."""
 _SOON = 1.0
 """Seconds within which ranks that wait for one another are told: a barrier that would wait longer outlasts them."""
 
 
+class Known(NamedTuple):
+    """A call that has been made before."""
+
+    code: CodeType | None
+    """The function that makes it; held, for it is known by its id."""
+    call: Call
+    op: str
+    alike: Any
+    """The same object on all ranks that make the same call; None where they have to be compared."""
+
+
 class InProcessLink(Defaults):
     """One rank's link to the other ranks of its group in this process."""
 
-    watched = hears = True
+    watched = hears = briefly = True
 
     def __init__(self, rank: Rank, ranks: tuple[int, ...], name: str) -> None:
         """``name``: of the sequence of calls: two axes have two of them, were they between the same ranks."""
@@ -57,7 +66,7 @@ class InProcessLink(Defaults):
         if (circle := shared.get((ranks, name))) is None:
             circle = shared[ranks, name] = Circle(self.size)
         self._circle: Circle = circle
-        self._calls: dict[Any, tuple[CodeType | None, Call]] = {}
+        self._calls: dict[Any, Known] = {}
         self.orders: dict[Any, list[list[int]]] = {}
         self.ledger = Ledger()
 
@@ -76,7 +85,7 @@ class InProcessLink(Defaults):
 
     def references_to(self, axis: object) -> int:
         """How many of its calls that it knows again name this axis."""
-        return sum(known[0].axis is axis for known in self._calls)
+        return sum(_axis_of(key[0]) is axis for key in self._calls)
 
     def refuse(self, where: str, why: str, axis: object) -> None:
         """Take this rank's place at the meeting, and tell those who have come and those who will. A message that is
@@ -113,63 +122,71 @@ class InProcessLink(Defaults):
             self._rank.world.look_away(self._rank)
         return what.over
 
-    def _called(self, moved: tuple[Any, ...] = (), skip: int = 3, **seen: Any) -> Call:
-        """The call that is made now. ``skip``: the frames down to who calls this link, which is no user."""
-        announced: Call = told.call or _UNKNOWN
-        world = self._rank.world
-        if local.rank is not self._rank:
-            self.check_rank(announced.what)
-        world.check()
-        world.idle = 0
-        call = announced.here(moved=moved, skip=skip, **seen) if seen else self._again(announced, moved, skip)
-        self.log.call = call
-        return call
+    def _known(self, moved: tuple[Any, ...] = (), skip: int = 3) -> Known:
+        """The call that is made now. ``skip``: the frames down to who calls this link, which is no user.
 
-    def _again(self, announced: Call, moved: tuple[Any, ...], skip: int) -> Call:
-        """The same object for the same call from the same place: a thousand of them are kept, and those of all ranks
+        It is the same object for the same call from the same place: a thousand of them are kept, and those of all ranks
         together do not fit into a processor's memory.
         """
+        said = self._said()
         code, place = call_spot(skip)
-        key = announced, moved, id(code), place, backward_pass() != -1
-        known, call = self._calls.get(key, _NEVER)
-        if known is not code:
-            call = announced.here(moved, skip=skip + 1)
+        key = said, moved, id(code), place, backward_pass() != -1
+        known = self._calls.get(key)
+        if known is None:
+            call = _call_of(said).here(moved, skip=skip)
             if len(self._calls) >= _KEPT:
                 self._calls.clear()
-            self._calls[key] = code, call
-        return call
+            known = self._calls[key] = Known(code, call, _op_of(call), self._circle.one(call))
+        self.log.call = known.call
+        return known
 
-    def _arrive(self, call: Call) -> Came:
-        op = call.given[call.names.index("op")] if "op" in call.names else ""
-        record = self.log.begin(call.what, op, call.dtype, call.shape)
+    def _seen(self, **seen: Any) -> Known:
+        """The same, where hardly a call is like another one."""
+        call = _call_of(self._said()).here(skip=3, **seen)
+        self.log.call = call
+        return Known(None, call, _op_of(call), None)
+
+    def _said(self) -> Any:
+        """What this thread was told of the call that it makes now, if it may."""
+        said, rank = told.call or _UNKNOWN, self._rank
+        if local.rank is not rank:
+            self.check_rank(_call_of(said).what)
+        world = rank.world
+        world.check()
+        world.idle = 0
+        return said
+
+    def _arrive(self, known: Known) -> Came:
+        call = known.call
+        record = self.log.begin(call.what, known.op, call.dtype, call.shape)
         return tuple.__new__(Came, (self._rank, self.index, call, record))  # half of what its own way costs
 
-    def _meet(self, call: Call, given: Any, compute: Compute) -> Any:
+    def _meet(self, known: Known, given: Any, compute: Compute) -> Any:
         """Wait for all ranks of the group, or leave a seat to wait later; the last one to come computes everybody's
         result.
         """
-        mine, circle = self._arrive(call), self._circle
-        meeting = self._come(circle.counts, circle.meetings, mine, given, compute)
+        mine, circle = self._arrive(known), self._circle
+        meeting = self._come(circle.counts, circle.meetings, mine, known.alike, given, compute)
         if told.later:
             mine.record[THREAD] = 0
             return _Seat(self, meeting, mine)
         return self._take(meeting, mine)
 
     def _come(
-        self, counts: list[int], meetings: dict[int, Meeting], mine: Came, given: Any, compute: Compute
+        self, counts: list[int], meetings: dict[int, Meeting], mine: Came, alike: Any, given: Any, compute: Compute
     ) -> Meeting:
-        meeting, call = self._sit(counts, meetings), mine.call
+        meeting = self._sit(counts, meetings)
         if meeting.error is None:
             came = meeting.came
+            if not came:
+                meeting.alike = alike
             came.append(mine)
             meeting.inputs[self.index] = given
-            meeting.odd = meeting.odd or not came[0].call.agrees(call)
-            of_others = call.whose is not None and any(differ(each.call.word, call.word) for each in came)
             all_here = meeting.count == self.size
-            if of_others or (meeting.odd and (all_here or not meeting.lengths())):  # else all are told, of lengths
+            if (alike is None or alike is not meeting.alike or meeting.odd) and meeting.differs(mine.call, all_here):
                 meeting.fail(meeting.report())
             elif all_here:
-                self._compute(meeting, call, compute)
+                self._compute(meeting, mine.call, compute)
         if meeting.over:
             self._wake_all(meeting)
         if meeting.error is not None:
@@ -237,7 +254,7 @@ class InProcessLink(Defaults):
 
     def _same(self, x: Tensor, extra: str, given: Any, compute: Compute) -> Any:
         """Meet where dtype, shape and ``extra`` must be equal on all ranks."""
-        return self._meet(self._called((x.dtype, x.shape, extra), 4), given, compute)
+        return self._meet(self._known((x.dtype, x.shape, extra), 4), given, compute)
 
     # --------------------------------------------------------------------------------------------- collectives
 
@@ -258,8 +275,8 @@ class InProcessLink(Defaults):
 
     def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
         """Runs handed over; what one sends must be what the other expects."""
-        call = self._called((x.dtype,), send=tuple(send), recv=tuple(recv))
-        result: Tensor = self._meet(call, (x, send, recv), results.swapped)
+        known = self._seen(moved=(x.dtype,), send=tuple(send), recv=tuple(recv))
+        result: Tensor = self._meet(known, (x, send, recv), results.swapped)
         return result
 
     def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
@@ -289,19 +306,20 @@ class InProcessLink(Defaults):
 
     def barrier(self) -> object:
         """Meet for nothing."""
-        return self._meet(self._called(), None, lambda given: given)
+        return self._meet(self._known(), None, lambda given: given)
 
     def barrier_within(self, seconds: float) -> None:
         """Meet, beside the other calls, which all count alike afterwards; when no rank can go on, those that have come
         are told who has not, and who comes later too.
         """
-        mine, circle = self._arrive(self._called()), self._circle
+        known, circle = self._known(), self._circle
+        mine = self._arrive(known)
 
         def align(given: list[None]) -> list[None]:
             circle.align()
             return given
 
-        meeting = self._come(circle.roll_calls, circle.rolls, mine, None, align)
+        meeting = self._come(circle.roll_calls, circle.rolls, mine, known.alike, None, align)
         meeting.outlasts = seconds >= _SOON
         try:
             self._take(meeting, mine, seconds)
@@ -325,7 +343,7 @@ class InProcessLink(Defaults):
         return batch.received()
 
     def _offer_all(self, posts: Sequence[Post], wants: Sequence[Want]) -> Batch:
-        call = self._called(messages=messages_of(posts, wants))
+        call = self._seen(messages=messages_of(posts, wants)).call
         batch = Batch(self._rank, call, self.log.message(posts, wants), len(posts) + len(wants))
         for x, dst, tag in posts:
             self._offer((self.index, dst, tag), Message(batch, dtypes.plain(x.detach()), tuple(x.shape), x.dtype))
@@ -389,6 +407,18 @@ class InProcessLink(Defaults):
         for queues in (self._circle.posts, self._circle.wants):
             for route, queue in queues.items():
                 queues[route] = deque(message for message in queue if message.batch is not batch)
+
+
+def _op_of(call: Call) -> Any:
+    return call.given[call.names.index("op")] if "op" in call.names else ""
+
+
+def _call_of(said: Any) -> Call:
+    return made(said) or _UNKNOWN
+
+
+def _axis_of(said: Any) -> Any:
+    return said.axis if type(said) is Call else said[BRIEF_AXIS]
 
 
 class _Seat(Pending):
