@@ -96,6 +96,7 @@ class OrderedWorld(World):
     def __init__(self, size: int, limit: timedelta | None, order: Order, **more: Any) -> None:
         super().__init__(size, limit, **more)
         self._order = order
+        self.watchful = True
         self._ready: _Ready = _Ready(self.ranks, order)
         self._within: set[int] = set()  # ranks that wait, or look whether something is done
 

@@ -94,15 +94,9 @@ class Rank:
         self.axes: dict[Any, Any] = {}  # of the meshes that this rank uses
         self.made: dict[Any, int] = {}  # how many meshes of a kind
 
-    def save(self) -> None:
-        """Keep the random state, which is one per process but this rank's own."""
-        self.random.save()
-        if self.world.streams is not None:
-            self.world.streams.leave()
-
     def load(self) -> None:
-        """Put it back, and exchange with the rank that ran before what else torch has one of: the level of forward
-        mode, and whether autograd looks for anomalies.
+        """It goes on: put its random state back, and exchange with the rank that ran before what else torch has one of,
+        the level of forward mode and whether autograd looks for anomalies.
         """
         world = self.world
         if world.streams is not None:
@@ -178,6 +172,10 @@ class World:
         make, anomaly = state or (lambda index: RandomState(seed, index)), _anomaly()
         self.limit = limit
         self.leaves = None if share else SharedLeaves()
+        self.watchful = limit is not None
+        """Whether there is more to check than whether another rank has failed, or written what others share."""
+        self.written: Sequence[object] = () if self.leaves is None else self.leaves.shared
+        """The leaves that nobody may write."""
         self._end: float | None = None
         self.size = size
         self.shared: dict[Any, Any] = {}
@@ -284,7 +282,8 @@ class World:
         rank.waits_for, rank.patience, rank.gives_up, rank.last = waits_for, timeout, gives_up, last
         rank.overtaken = 0.0
         self._hand_over(rank)
-        self.check()
+        if self.watchful or self.cancelled or self.written:
+            self.check()
         if rank.fault is not None:
             fault, rank.fault = rank.fault, None
             raise CommError(fault)
@@ -333,8 +332,10 @@ class World:
         after = self._ready.popleft() if self._ready and not self.cancelled else self._next()
         if after is rank:
             return
-        rank.save()
         assert after is not None
+        rank.random.save()
+        if self.streams is not None:
+            self.streams.leave()
         after.turn.release()
         rank.turn.acquire()
         rank.load()

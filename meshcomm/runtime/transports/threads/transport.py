@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from time import monotonic
 from types import CodeType
 from typing import Any, NamedTuple
@@ -30,7 +29,7 @@ from meshcomm.runtime.transports.threads.meetings import Batch, Came, Circle, Me
 from meshcomm.runtime.transports.threads.scheduler import Rank, current_rank, local
 from meshcomm.runtime.words import axis_text, sentence
 
-Compute = Callable[[list[Any]], Sequence[Any]]
+Compute = Callable[..., Sequence[Any]]
 
 _UNKNOWN = Call("a collective")
 _KEPT = 64
@@ -122,77 +121,85 @@ class InProcessLink(Defaults):
             self._rank.world.look_away(self._rank)
         return what.over
 
-    def _known(self, moved: tuple[Any, ...] = (), skip: int = 3) -> Known:
-        """The call that is made now. ``skip``: the frames down to who calls this link, which is no user.
+    def _known(self, x: Tensor | None = None, extra: str = "") -> Known:
+        """The call that is made now, by a primitive that is given a tensor like ``x``: dtype, shape and ``extra`` must
+        be equal on all ranks.
 
         It is the same object for the same call from the same place: a thousand of them are kept, and those of all ranks
         together do not fit into a processor's memory.
         """
-        said = self._said()
-        code, place = call_spot(skip)
+        said = told.call or _UNKNOWN
+        if local.rank is not (rank := self._rank):
+            self.check_rank(_call_of(said).what)
+        world = rank.world
+        if world.watchful or world.cancelled or world.written:
+            world.check()
+        world.idle = 0
+        moved = () if x is None else (x.dtype, x.shape, extra)
+        code, place = call_spot(3)  # from who calls this link on, which is no user
         key = said, moved, id(code), place, backward_pass() != -1
         known = self._calls.get(key)
         if known is None:
-            call = _call_of(said).here(moved, skip=skip)
-            if len(self._calls) >= _KEPT:
-                self._calls.clear()
-            known = self._calls[key] = Known(code, call, _op_of(call), self._circle.one(call))
+            known = self._noted(key, code, _call_of(said).here(moved, skip=3))
         self.log.call = known.call
+        return known
+
+    def _noted(self, key: Any, code: CodeType, call: Call) -> Known:
+        if len(self._calls) >= _KEPT:
+            self._calls.clear()
+        known = self._calls[key] = Known(code, call, _op_of(call), self._circle.one(call))
         return known
 
     def _seen(self, **seen: Any) -> Known:
         """The same, where hardly a call is like another one."""
-        call = _call_of(self._said()).here(skip=3, **seen)
-        self.log.call = call
+        announced = _call_of(told.call)
+        if local.rank is not self._rank:
+            self.check_rank(announced.what)
+        self._rank.world.check()
+        self._rank.world.idle = 0
+        self.log.call = call = announced.here(skip=3, **seen)
         return Known(None, call, _op_of(call), None)
 
-    def _said(self) -> Any:
-        """What this thread was told of the call that it makes now, if it may."""
-        said, rank = told.call or _UNKNOWN, self._rank
-        if local.rank is not rank:
-            self.check_rank(_call_of(said).what)
-        world = rank.world
-        world.check()
-        world.idle = 0
-        return said
-
-    def _arrive(self, known: Known) -> Came:
-        call = known.call
-        record = self.log.begin(call.what, known.op, call.dtype, call.shape)
-        return tuple.__new__(Came, (self._rank, self.index, call, record))  # half of what its own way costs
-
-    def _meet(self, known: Known, given: Any, compute: Compute) -> Any:
+    def _meet(self, known: Known, given: Any, compute: Compute, *args: Any) -> Any:
         """Wait for all ranks of the group, or leave a seat to wait later; the last one to come computes everybody's
-        result.
+        result: ``compute(*args, given)`` of what all have given.
         """
-        mine, circle = self._arrive(known), self._circle
-        meeting = self._come(circle.counts, circle.meetings, mine, known.alike, given, compute)
+        circle = self._circle
+        meeting, mine = self._come(circle.counts, circle.meetings, known, given, compute, args)
         if told.later:
             mine.record[THREAD] = 0
             return _Seat(self, meeting, mine)
         return self._take(meeting, mine)
 
     def _come(
-        self, counts: list[int], meetings: dict[int, Meeting], mine: Came, alike: Any, given: Any, compute: Compute
-    ) -> Meeting:
+        self,
+        counts: list[int],
+        meetings: dict[int, Meeting],
+        known: Known,
+        given: Any,
+        compute: Compute,
+        args: tuple[Any, ...] = (),
+    ) -> tuple[Meeting, Came]:
+        _, call, op, alike = known
+        record = self.log.begin(call.what, op, call.dtype, call.shape)
+        mine = tuple.__new__(Came, (self._rank, self.index, call, record))  # half of what its own way costs
         meeting = self._sit(counts, meetings)
         if meeting.error is None:
-            came = meeting.came
-            if not came:
+            if not meeting.came:
                 meeting.alike = alike
-            came.append(mine)
+            meeting.came.append(mine)
             meeting.inputs[self.index] = given
             all_here = meeting.count == self.size
-            if (alike is None or alike is not meeting.alike or meeting.odd) and meeting.differs(mine.call, all_here):
+            if (alike is None or alike is not meeting.alike or meeting.odd) and meeting.differs(call, all_here):
                 meeting.fail(meeting.report())
             elif all_here:
-                self._compute(meeting, mine.call, compute)
+                self._compute(meeting, call, compute, args)
         if meeting.over:
             self._wake_all(meeting)
         if meeting.error is not None:
-            mine.record[ENDED] = meeting.error.splitlines()[0]
+            record[ENDED] = meeting.error.splitlines()[0]
             raise CommError(meeting.error)
-        return meeting
+        return meeting, mine
 
     def _sit(self, counts: list[int], meetings: dict[int, Meeting]) -> Meeting:
         """This rank's next meeting."""
@@ -206,10 +213,10 @@ class InProcessLink(Defaults):
             del meetings[seat]
         return meeting
 
-    def _compute(self, meeting: Meeting, call: Call, compute: Compute) -> None:
+    def _compute(self, meeting: Meeting, call: Call, compute: Compute, args: tuple[Any, ...]) -> None:
         try:
             with torch.no_grad(), outside_dispatch_modes():  # those of this rank, which came last, have no part in it
-                meeting.results = list(compute(meeting.inputs))
+                meeting.results = list(compute(*args, meeting.inputs))
         except Exception as error:  # every rank of the group is told
             meeting.error = f"meshcomm.{call.what}: {error}\n{meeting.report()}"
         meeting.inputs, meeting.over = [], True
@@ -252,25 +259,21 @@ class InProcessLink(Defaults):
             self._rank.world.wake(rank)
         meeting.waiting = []
 
-    def _same(self, x: Tensor, extra: str, given: Any, compute: Compute) -> Any:
-        """Meet where dtype, shape and ``extra`` must be equal on all ranks."""
-        return self._meet(self._known((x.dtype, x.shape, extra), 4), given, compute)
-
     # --------------------------------------------------------------------------------------------- collectives
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """Folded by index, whatever the order of arrival."""
-        result: Tensor = self._same(x, op, x, partial(results.reduced, op))
+        result: Tensor = self._meet(self._known(x, op), x, results.reduced, op)
         return result
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Stacked in order of index."""
-        result: Tensor = self._same(x, "", x, results.gathered)
+        result: Tensor = self._meet(self._known(x), x, results.gathered)
         return result
 
     def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
         """Each row folded by index."""
-        result: Tensor = self._same(x, op, x, partial(results.scattered, op))
+        result: Tensor = self._meet(self._known(x, op), x, results.scattered, op)
         return result
 
     def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
@@ -281,45 +284,44 @@ class InProcessLink(Defaults):
 
     def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
         """Every rank takes what its source has brought."""
-        result: Tensor = self._same(x, "", (x, source), results.permuted)
+        result: Tensor = self._meet(self._known(x), (x, source), results.permuted)
         return result
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """Copies of what ``src`` has brought."""
-        result: Tensor = self._same(x, f"src={src}", x, partial(results.sent, src))
+        result: Tensor = self._meet(self._known(x, f"src={src}"), x, results.sent, src)
         return result
 
     def reduce(self, x: Tensor, op: str, dst: int) -> Tensor | None:
         """As all_reduce, for ``dst``."""
-        result: Tensor | None = self._same(x, f"{op} dst={dst}", x, partial(results.reduced_to, dst, op))
+        result: Tensor | None = self._meet(self._known(x, f"{op} dst={dst}"), x, results.reduced_to, dst, op)
         return result
 
     def gather(self, x: Tensor, dst: int) -> Tensor | None:
         """As all_gather, for ``dst``."""
-        result: Tensor | None = self._same(x, f"dst={dst}", x, partial(results.gathered_to, dst))
+        result: Tensor | None = self._meet(self._known(x, f"dst={dst}"), x, results.gathered_to, dst)
         return result
 
     def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
         """Rows of what ``src`` has brought."""
-        result: Tensor = self._same(like, f"src={src}", x, partial(results.rows_of, src))
+        result: Tensor = self._meet(self._known(like, f"src={src}"), x, results.rows_of, src)
         return result
 
     def barrier(self) -> object:
         """Meet for nothing."""
-        return self._meet(self._known(), None, lambda given: given)
+        return self._meet(self._known(), None, _nothing)
 
     def barrier_within(self, seconds: float) -> None:
         """Meet, beside the other calls, which all count alike afterwards; when no rank can go on, those that have come
         are told who has not, and who comes later too.
         """
-        known, circle = self._known(), self._circle
-        mine = self._arrive(known)
+        circle = self._circle
 
         def align(given: list[None]) -> list[None]:
             circle.align()
             return given
 
-        meeting = self._come(circle.roll_calls, circle.rolls, mine, known.alike, None, align)
+        meeting, mine = self._come(circle.roll_calls, circle.rolls, self._known(), None, align)
         meeting.outlasts = seconds >= _SOON
         try:
             self._take(meeting, mine, seconds)
@@ -407,6 +409,10 @@ class InProcessLink(Defaults):
         for queues in (self._circle.posts, self._circle.wants):
             for route, queue in queues.items():
                 queues[route] = deque(message for message in queue if message.batch is not batch)
+
+
+def _nothing(given: list[None]) -> list[None]:
+    return given
 
 
 def _op_of(call: Call) -> Any:
