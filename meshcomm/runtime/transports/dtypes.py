@@ -280,11 +280,19 @@ def _folded(op: str, xs: Sequence[Tensor], out: Tensor | None) -> Tensor:
 
 def _tree(step: Callable[..., Tensor], xs: Sequence[Tensor], out: Tensor | None) -> Tensor:
     """The tree above ``xs``; its root, and its left side, are ``out`` if there is one."""
-    if len(xs) == 2:
-        return step(xs[0], xs[1], out=out)
-    half = 1 << (len(xs) - 1).bit_length() - 1  # the greatest power of two below
-    left = _tree(step, xs[:half], out)
-    return step(left, xs[-1] if half + 1 == len(xs) else _tree(step, xs[half:], None), out=left)
+    sums, totals = step is torch.add, []  # those of the blocks so far, the greatest first
+    for i in range(0, len(xs) - 1, 2):
+        total = step(xs[i], xs[i + 1]) if out is None or i else step(xs[i], xs[i + 1], out=out)
+        pairs = i // 2 + 1
+        while not pairs & 1:  # as many before these: together they are a block
+            left, pairs = totals.pop(), pairs >> 1
+            total = left.add_(total) if sums else step(left, total, out=left)
+        totals.append(total)
+    total = xs[-1] if len(xs) & 1 else totals.pop()
+    while totals:
+        left = totals.pop()
+        total = left.add_(total) if sums else step(left, total, out=left)
+    return total
 
 
 def _product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:

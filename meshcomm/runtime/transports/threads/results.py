@@ -111,7 +111,7 @@ def _copy(x: Tensor, into: Tensor | None = None) -> Tensor:
 
 def _copies(x: Tensor, places: Sequence[Tensor | None]) -> list[Tensor]:
     # One tensor object handed to several ranks would share its grad_fn between them.
-    return [x, *[_copy(x, into) for into in places[1:]]]
+    return [x, *[x.clone() if into is None else into.copy_(x) for into in places[1:]]]  # contiguous, as it is
 
 
 def _only(dst: int, x: Tensor, count: int) -> list[Tensor | None]:
