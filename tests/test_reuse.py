@@ -286,7 +286,7 @@ def of_every_collective() -> dict[str, Tensor]:
 @needs_counts
 def test_ranks_of_one_process_get_the_same_in_memory_that_was_used_before(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = mc.launch(of_every_collective, ranks=4)
-    monkeypatch.setattr(reuse, "_LEAST", 2**10)
+    monkeypatch.setattr(reuse, "LEAST", 2**10)
     find, given_again = reuse.reserve.find, []
 
     def seen(*given: Any) -> list[Tensor] | None:

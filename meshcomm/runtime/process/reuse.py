@@ -27,7 +27,7 @@ from meshcomm.runtime.process import forks
 SWITCH = "MESHCOMM_REUSE_MIB"
 """The variable of the environment with the MiB that are kept at most, of which some may be in use; 0 for none."""
 _USUAL = 256
-_LEAST = 2**19
+LEAST = 2**19
 """Bytes of a result from which on it is worth it."""
 _MOST = 64
 """The most storages that are kept."""
@@ -83,7 +83,7 @@ class Reserve:
         """
         nbytes = math.prod(shape) * like.itemsize
         # Who holds the lock may be this thread, in the middle of what frees something else.
-        if not _LEAST <= nbytes <= self._room or not self._gives() or not self._lock.acquire(blocking=False):
+        if not LEAST <= nbytes <= self._room or not self._gives() or not self._lock.acquire(blocking=False):
             return None
         try:
             kept = self._take(nbytes, count)

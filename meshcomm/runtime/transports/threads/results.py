@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from meshcomm.runtime.process import reuse
 from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.transports import dtypes
 
@@ -100,6 +101,8 @@ def swapped(given: list[tuple[Tensor, Sequence[int], Sequence[int]]]) -> list[Te
 
 def _places(like: Tensor, shape: Sequence[int], count: int) -> Sequence[Tensor | None]:
     """Where so many results go, of the dtype of ``like``; None: to memory that torch takes."""
+    if like.nbytes * count < reuse.LEAST:  # no result is greater than all that was given
+        return [None] * count
     if count and type(like) in _DENSE and like.is_cpu and (found := reserve.find(shape, like, count)) is not None:
         return found
     return [None] * count

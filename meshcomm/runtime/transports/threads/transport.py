@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshcomm._torch import backward_pass, outside_dispatch_modes
+from meshcomm._torch import backward_pass, dispatch_modes, outside_dispatch_modes
 from meshcomm.errors import CommError, MeshError, shape_text
 from meshcomm.runtime.call import BRIEF_AXIS, Call, Post, Want, messages_of, told
 from meshcomm.runtime.callsite import call_site, call_spot
@@ -29,7 +29,7 @@ from meshcomm.runtime.transports.threads.meetings import Batch, Came, Circle, Me
 from meshcomm.runtime.transports.threads.scheduler import Rank, current_rank, local
 from meshcomm.runtime.words import axis_text, sentence
 
-Compute = Callable[..., Sequence[Any]]
+Compute = Callable[..., list[Any]]
 
 _UNKNOWN = Call("a collective")
 _KEPT = 64
@@ -214,11 +214,20 @@ class InProcessLink(Defaults):
         return meeting
 
     def _compute(self, meeting: Meeting, call: Call, compute: Compute, args: tuple[Any, ...]) -> None:
-        try:
-            with torch.no_grad(), outside_dispatch_modes():  # those of this rank, which came last, have no part in it
-                meeting.results = list(compute(*args, meeting.inputs))
+        makes_graphs = torch.is_grad_enabled()
+        try:  # no modes of this rank, which came last, have a part in it
+            if makes_graphs:
+                torch.set_grad_enabled(False)  # a context takes three times as long
+            if dispatch_modes():
+                with outside_dispatch_modes():
+                    meeting.results = compute(*args, meeting.inputs)
+            else:
+                meeting.results = compute(*args, meeting.inputs)
         except Exception as error:  # every rank of the group is told
             meeting.error = f"meshcomm.{call.what}: {error}\n{meeting.report()}"
+        finally:
+            if makes_graphs:
+                torch.set_grad_enabled(True)
         meeting.inputs, meeting.over = [], True
 
     def _take(self, meeting: Meeting, mine: Came, timeout: float | None = None) -> Any:
