@@ -95,6 +95,7 @@ class Rule:
         self.node: Any = super(Function, shortened(_backward_only(self), "call", "call_site")).apply  # type: ignore[misc]
         self.function: Any = _for_transforms(self).apply
         _rules[self.key] = self
+        self.note = self.noted  # always the same object
         self.takes = False  # nobody else has what it is given, and it is not looked at again
         self.for_own = self
         if own is not None:
@@ -134,7 +135,9 @@ class Rule:
         whose = None if self.whose is None else params[self.whose]
         try:
             if link.briefly:
-                told.call = self.noted, given, x.dtype, x.shape, tree, needs_grad, axis, whose
+                told.call = self.note, given, x.dtype, x.shape, tree, needs_grad, axis, whose
+                if ended is None and not profiler_on():
+                    return self.run(x, axis, *params)
             elif link.watched:
                 told.call = call = self.noted(given, x.dtype, x.shape, tree, needs_grad, axis, whose)
                 link.announce(call)
@@ -195,6 +198,7 @@ def sums_of(rule: Rule, transpose: Callable[[Tensor, Axis], Tensor]) -> Callable
 
     kind = type(_title(rule), (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
     node: Any = super(Function, shortened(kind, "axis")).apply  # type: ignore[misc]
+    note, given = rule.note, ("sum",)
 
     def hook_of(axis: Axis) -> Tensor:
         axis.sum_hook = hook_for_nodes(lambda g: None if g is None else transpose(g, axis))
@@ -215,7 +219,15 @@ def sums_of(rule: Rule, transpose: Callable[[Tensor, Axis], Tensor]) -> Callable
                 if y is not None:
                     return y  # type: ignore[no-any-return]
             return node(x, axis)  # type: ignore[no-any-return]
-        return rule.announced(x, axis, ("sum",), False, ()) if told_of else link.sum_now(link, x)
+        if not told_of:
+            return link.sum_now(link, x)
+        if not link.briefly or profiler_on():
+            return rule.announced(x, axis, given, False, ())
+        before, told.call = told.call, (note, given, x.dtype, x.shape, (), False, axis, None)
+        try:  # as `announced` does it, without its call
+            return link.all_reduce(x, "sum")
+        finally:
+            told.call = before
 
     return summed
 

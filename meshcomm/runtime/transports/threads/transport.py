@@ -43,6 +43,11 @@ class Known(NamedTuple):
 
     code: CodeType | None
     """The function that makes it; held, for it is known by its id."""
+    said: Any
+    """What this thread was told of it."""
+    moved: tuple[Any, ...]
+    """What the primitive sees of it."""
+    backward: bool
     call: Call
     op: str
     alike: Any
@@ -66,6 +71,7 @@ class InProcessLink(Defaults):
             circle = shared[ranks, name] = Circle(self.size)
         self._circle: Circle = circle
         self._calls: dict[Any, Known] = {}
+        self._latest: dict[tuple[int, int], Known] = {}  # from each place in the user's code
         self.orders: dict[Any, list[list[int]]] = {}
         self.ledger = Ledger()
 
@@ -137,17 +143,19 @@ class InProcessLink(Defaults):
         world.idle = 0
         moved = () if x is None else (x.dtype, x.shape, extra)
         code, place = call_spot(3)  # from who calls this link on, which is no user
-        key = said, moved, id(code), place, backward_pass() != -1
-        known = self._calls.get(key)
-        if known is None:
-            known = self._noted(key, code, _call_of(said).here(moved, skip=3))
+        backward, spot = backward_pass() != -1, (id(code), place)
+        known = self._latest.get(spot)  # most lines make one call
+        if known is None or known.said != said or known.moved != moved or known.backward is not backward:
+            known = self._calls.get((said, moved, backward, spot))
+            if known is None:
+                call = _call_of(said).here(moved, skip=3)
+                if len(self._calls) >= _KEPT:
+                    self._calls.clear()
+                    self._latest.clear()
+                known = Known(code, said, moved, backward, call, _op_of(call), self._circle.one(call))
+                self._calls[said, moved, backward, spot] = known
+            self._latest[spot] = known
         self.log.call = known.call
-        return known
-
-    def _noted(self, key: Any, code: CodeType, call: Call) -> Known:
-        if len(self._calls) >= _KEPT:
-            self._calls.clear()
-        known = self._calls[key] = Known(code, call, _op_of(call), self._circle.one(call))
         return known
 
     def _seen(self, **seen: Any) -> Known:
@@ -158,7 +166,7 @@ class InProcessLink(Defaults):
         self._rank.world.check()
         self._rank.world.idle = 0
         self.log.call = call = announced.here(skip=3, **seen)
-        return Known(None, call, _op_of(call), None)
+        return Known(None, announced, (), False, call, _op_of(call), None)
 
     def _meet(self, known: Known, given: Any, compute: Compute, *args: Any) -> Any:
         """Wait for all ranks of the group, or leave a seat to wait later; the last one to come computes everybody's
@@ -180,7 +188,7 @@ class InProcessLink(Defaults):
         compute: Compute,
         args: tuple[Any, ...] = (),
     ) -> tuple[Meeting, Came]:
-        _, call, op, alike = known
+        *_, call, op, alike = known
         record = self.log.begin(call.what, op, call.dtype, call.shape)
         mine = tuple.__new__(Came, (self._rank, self.index, call, record))  # half of what its own way costs
         meeting = self._sit(counts, meetings)
