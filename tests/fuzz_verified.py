@@ -125,7 +125,7 @@ def verified(program: Program, broken: Break | None) -> mc.Report:
     in_specs = tuple(_spec(given.varying, axes, len(given.shape)) for given in program.inputs)
     out_specs = tuple(_spec(program.varying[i], axes, program.shards[i][0].ndim) for i in outs)
     files = {module.__file__: True for module in (fuzz_steps, fuzz_breaks, sys.modules[__name__])}
-    callsite._known.update(files)  # type: ignore[arg-type]  # the lines are those of events
+    callsite.known_files.update(files)  # type: ignore[arg-type]  # the lines are those of events
     try:
         return mc.verify(
             fn, *inputs, in_specs=in_specs, out_specs=out_specs, twin=twin, meshes=axes, schedules=0,
@@ -133,7 +133,7 @@ def verified(program: Program, broken: Break | None) -> mc.Report:
         )  # fmt: skip
     finally:
         for file in files:
-            callsite._known.pop(file)  # type: ignore[arg-type]
+            callsite.known_files.pop(file)  # type: ignore[arg-type]
 
 
 def outcome(program: Program, broken: Break) -> str:

@@ -281,12 +281,12 @@ def draws_of_torch(meet: bool) -> list[float]:
 
 @pytest.mark.parametrize("copied", [True, False])
 def test_torchs_random_numbers_are_those_of_each_rank(copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_torch, of_python = twister._memory()
+    of_torch, of_python = twister.memory()
     assert of_torch is not None
     torch.manual_seed(5)
     whole = mc.launch(draws_of_torch, ranks=3, args=(False,))
     if not copied:
-        monkeypatch.setattr(twister, "_memory", lambda: (None, of_python))
+        monkeypatch.setattr(twister, "memory", lambda: (None, of_python))
     torch.manual_seed(5)
     expected = [torch.empty(1).normal_().item(), *torch.rand(2).tolist(), *torch.empty(2).normal_().tolist()]
     torch.manual_seed(5)
@@ -298,11 +298,11 @@ def test_torchs_random_numbers_are_those_of_each_rank(copied: bool, monkeypatch:
 
 @pytest.mark.parametrize("copied", [True, False])
 def test_pythons_random_numbers_are_those_of_each_rank(copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_torch, of_python = twister._memory()
+    of_torch, of_python = twister.memory()
     assert of_python is not None or sys.implementation.name != "cpython"
     whole = mc.launch(draws_of_python, ranks=3, args=(False,))
     if not copied:
-        monkeypatch.setattr(twister, "_memory", lambda: (of_torch, None))
+        monkeypatch.setattr(twister, "memory", lambda: (of_torch, None))
     random.seed(5)
     expected = [random.gauss(0, 1), random.random(), random.gauss(0, 1)]
     random.seed(5)

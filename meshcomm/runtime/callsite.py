@@ -29,12 +29,13 @@ class _Known(dict[str, bool]):
 
 
 _MOST_FILES = 10_000
-_known = _Known()
+known_files = _Known()
+"""Whose call is felt looks here by itself, see :func:`call_spot`."""
 
 
 def is_ours(path: str) -> bool:
     """Whether this is a file of this library, of torch or of einops, or that of context managers."""
-    return _known[path]
+    return known_files[path]
 
 
 class CallSite(NamedTuple):
@@ -54,7 +55,7 @@ def call_site() -> CallSite:
 
 def site_of(frame: FrameType) -> CallSite:
     """The same, of a thread that is in this frame."""
-    known = _known  # as `outermost` does it, without its call
+    known = known_files  # as `outermost` does it, without its call
     while known[file := frame.f_code.co_filename] and (outer := frame.f_back) is not None:
         frame = outer
     return tuple.__new__(CallSite, (file, frame.f_lineno))  # half of what its own way costs
@@ -62,7 +63,7 @@ def site_of(frame: FrameType) -> CallSite:
 
 def outermost(frame: FrameType) -> FrameType:
     """The innermost frame from this one on that is the user's: that of :func:`call_site`."""
-    while _known[frame.f_code.co_filename] and (outer := frame.f_back) is not None:
+    while known_files[frame.f_code.co_filename] and (outer := frame.f_back) is not None:
         frame = outer
     return frame
 
@@ -75,7 +76,7 @@ def call_spot(depth: int) -> Spot:
     """:func:`call_site`, if nobody may ever ask: :func:`site_at` says the line. ``depth``: how many frames out from
     here are surely not the user's.
     """
-    known, frame = _known, sys._getframe(depth)  # as `outermost` does it, without its call
+    known, frame = known_files, sys._getframe(depth)  # as `outermost` does it, without its call
     while known[(code := frame.f_code).co_filename] and (outer := frame.f_back) is not None:
         frame = outer
     return code, frame.f_lasti

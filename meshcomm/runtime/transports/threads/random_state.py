@@ -14,6 +14,7 @@ import torch
 from meshcomm._torch import random as of_torch
 from meshcomm.runtime.process import accelerator
 from meshcomm.runtime.transports.threads import numpy_state, twister
+from meshcomm.runtime.transports.threads.twister import OWN
 
 _MASK = (1 << 64) - 1
 
@@ -42,6 +43,7 @@ class RandomState:
         self._waiting: Any = None  # what it is to be seeded with when it is used first
         self._numpy_whole: Any = None
         self._accelerator = accelerator.module()
+        self._of_torch, self._of_python = twister.memory()
         if self._seed is None:
             self.save()
             if (module := numpy_state.module()) is not None:
@@ -53,7 +55,11 @@ class RandomState:
 
     def save(self) -> None:
         """Keep the global states here."""
-        self._own = twister.take(self._own)
+        own, of_torch, of_python = self._own, self._of_torch, self._of_python
+        if own is None or of_torch is None or of_python is None:
+            self._own = twister.take(own)
+        else:  # as `take` does it, without its call, which takes as long
+            own[0][:], own[1][:], own[2] = of_torch, of_python, OWN.gauss_next  # type: ignore[attr-defined]
         if numpy_state.NAME in sys.modules and (module := numpy_state.module()) is not None:
             self._numpy = module.get_bit_generator()
         if (unused := self._accelerator) is None:
@@ -66,11 +72,14 @@ class RandomState:
     def load(self) -> None:
         """Make these states the global ones."""
         RandomState.in_place = self
-        if self._own is None:
+        own, of_torch, of_python = self._own, self._of_torch, self._of_python
+        if own is None:
             assert self._seed is not None
             twister.seed(self._seed)
+        elif of_torch is None or of_python is None:
+            twister.put(own)
         else:
-            twister.put(self._own)
+            of_torch[:], of_python[:], OWN.gauss_next = own  # type: ignore[attr-defined]
         if numpy_state.NAME in sys.modules and (module := numpy_state.module()) is not None:
             self.load_numpy(module)
         if self._accelerator is not None:

@@ -291,11 +291,12 @@ class World:
             rank.timed_out = False
             raise TimedOutError
 
-    def wake(self, rank: Rank) -> None:
-        """Let a waiting rank go on when its turn comes."""
-        if rank.waits_for is not None:
-            rank.waits_for = rank.patience = rank.gives_up = None
-            self._ready.append(rank)
+    def wake(self, *ranks: Rank) -> None:
+        """Let those of them that wait go on when their turn comes."""
+        for rank in ranks:
+            if rank.waits_for is not None:
+                rank.waits_for = rank.patience = rank.gives_up = None
+                self._ready.append(rank)
 
     def asked(self) -> None:
         """The rank that runs asks whether something is done; who shows that a run depends on no order listens."""

@@ -47,24 +47,25 @@ def _copies() -> bool:
     return alike and other.getstate() == before
 
 
-_own: random.Random = random.seed.__self__  # type: ignore[attr-defined]
+OWN: random.Random = random.seed.__self__  # type: ignore[attr-defined]
+"""Whose numbers those of the module are."""
 
 
 @functools.cache
-def _memory() -> tuple[memoryview | None, memoryview | None]:
+def memory() -> tuple[memoryview | None, memoryview | None]:
     """Of torch's generator and of Python's, as far as a trial shows that it may be copied: a millisecond, once."""
-    return generator_cells(torch.default_generator), _cells(_own) if _copies() else None
+    return generator_cells(torch.default_generator), _cells(OWN) if _copies() else None
 
 
 def seed(number: int) -> None:
     """As ``torch.manual_seed`` for the CPU, and as ``random.seed``, if somebody else stands in its place too."""
     torch.default_generator.manual_seed(number)
-    _own.seed(number)
+    OWN.seed(number)
 
 
 def take(into: State | None) -> State:
     """The states as they are now, in the memory of former ones."""
-    of_torch, of_python = _memory()
+    of_torch, of_python = memory()
     if into is None:
         into = [None if cells is None else memoryview(bytearray(len(cells))) for cells in (of_torch, of_python, None)]
     if of_torch is None:
@@ -75,13 +76,13 @@ def take(into: State | None) -> State:
         into[1] = random.getstate()
     else:
         into[1][:] = of_python
-        into[2] = _own.gauss_next  # type: ignore[attr-defined]
+        into[2] = OWN.gauss_next  # type: ignore[attr-defined]
     return into
 
 
 def put(state: State) -> None:
     """Make these the states."""
-    of_torch, of_python = _memory()
+    of_torch, of_python = memory()
     if of_torch is None:
         torch.default_generator.set_state(state[0])
     else:
@@ -90,4 +91,4 @@ def put(state: State) -> None:
         random.setstate(state[1])
     else:
         of_python[:] = state[1]
-        _own.gauss_next = state[2]  # type: ignore[attr-defined]
+        OWN.gauss_next = state[2]  # type: ignore[attr-defined]
