@@ -5,7 +5,6 @@ The states are global to the process, so they are exchanged whenever another ran
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -32,6 +31,8 @@ class RandomState:
 
     in_place: ClassVar[RandomState | None] = None
     """The one that was loaded last."""
+    numpy: ClassVar[ModuleType | None] = None
+    """``numpy.random``, once somebody has loaded it."""
 
     def __init__(self, seed: int | None = None, rank: int = 0) -> None:
         """The states as they are now, or those that start from ``(seed, rank)``."""
@@ -42,11 +43,12 @@ class RandomState:
         self._device: Any = None  # the accelerator's, once it is in use
         self._waiting: Any = None  # what it is to be seeded with when it is used first
         self._numpy_whole: Any = None
+        RandomState.numpy = numpy_state.module()
         self._accelerator = accelerator.module()
         self._of_torch, self._of_python = twister.memory()
         if self._seed is None:
             self.save()
-            if (module := numpy_state.module()) is not None:
+            if (module := self.numpy) is not None:
                 self._numpy_whole = module.get_state(legacy=False)
             elif RandomState.in_place is not None:
                 self._numpy_seed = RandomState.in_place._numpy_seed
@@ -60,7 +62,7 @@ class RandomState:
             self._own = twister.take(own)
         else:  # as `take` does it, without its call, which takes as long
             own[0][:], own[1][:], own[2] = of_torch, of_python, OWN.gauss_next  # type: ignore[attr-defined]
-        if numpy_state.NAME in sys.modules and (module := numpy_state.module()) is not None:
+        if (module := self.numpy) is not None:
             self._numpy = module.get_bit_generator()
         if (unused := self._accelerator) is None:
             return
@@ -80,7 +82,7 @@ class RandomState:
             twister.put(own)
         else:
             of_torch[:], of_python[:], OWN.gauss_next = own  # type: ignore[attr-defined]
-        if numpy_state.NAME in sys.modules and (module := numpy_state.module()) is not None:
+        if (module := self.numpy) is not None:
             self.load_numpy(module)
         if self._accelerator is not None:
             self._load_device()
@@ -111,6 +113,7 @@ class RandomState:
 
 def _numpy_loaded(module: ModuleType) -> None:
     """Whose state is in place finds the one of numpy that it would have found there."""
+    RandomState.numpy = module
     state = RandomState.in_place
     if state is not None and state._numpy_seed is not None:
         state.load_numpy(module)
