@@ -67,6 +67,7 @@ class Axis(Answers):
         self.link = link
         self.coordinate = self.own_coordinate = coordinate
         self.devices: set[torch.device] = set()  # those that the link is known to move
+        self.moves_cpu = False  # whether the CPU is one of them, which takes a tenth of the time to ask
         self.sum_hook: Tensor | None = None  # what a gradient goes through behind a sum; see collectives/rule.py
         self.key = str(next(_keys))  # a graph takes a number that has changed for one that may be any
         _axes[self.key] = self

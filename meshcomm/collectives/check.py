@@ -90,7 +90,7 @@ def tensor(where: str, x: Tensor, axis: Axis, name: str = "x") -> None:
         form = "nested" if x.is_nested else "quantized" if x.is_quantized else x.layout
         fix = {"nested": "torch.nested.to_padded_tensor", "quantized": ".dequantize()"}.get(str(form), ".to_dense()")
         explain(where, f"{name} is a {form} tensor.", axis, fix=f"make it dense first: {fix}")
-    if x.device not in axis.devices:
+    if not (axis.moves_cpu and x.is_cpu) and x.device not in axis.devices:
         why = axis.link.check_device(x.device, axis.mesh.strict)
         if why is not None:
             explain(
@@ -101,6 +101,7 @@ def tensor(where: str, x: Tensor, axis: Axis, name: str = "x") -> None:
                 fix=f"{why}; move it to {axis.mesh.device}",
             )
         axis.devices.add(x.device)
+        axis.moves_cpu = axis.moves_cpu or x.is_cpu
 
 
 def _odd_tensor(where: str, x: object, axis: Axis, name: str) -> None:

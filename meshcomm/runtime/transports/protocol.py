@@ -150,6 +150,9 @@ class Link(Primitives, Protocol):
     with ``hook`` before its gradient (see ``_torch.hooked``); None, and nothing is done, where that does not go.
     """
 
+    def sum_told(self, x: Tensor, said: tuple[Any, ...]) -> Tensor:
+        """all_reduce (sum), of a link that is told briefly: of what ``said`` says as ``told.call`` would."""
+
     def all_reduce_own(self, x: Tensor, op: str) -> Tensor:
         """all_reduce of a tensor that nobody else has: its memory may become the result's."""
 
@@ -210,6 +213,10 @@ class Defaults:
         return False
 
     def sum_parts(self, x: Parts) -> Tensor:
+        """Nobody calls it."""
+        raise NotImplementedError
+
+    def sum_told(self, x: Tensor, said: tuple[Any, ...]) -> Tensor:
         """Nobody calls it."""
         raise NotImplementedError
 

@@ -128,21 +128,20 @@ class InProcessLink(Defaults):
             self._rank.world.look_away(self._rank)
         return what.over
 
-    def _known(self, x: Tensor | None = None, extra: str = "") -> Known:
-        """The call that is made now, by a primitive that is given a tensor like ``x``: dtype, shape and ``extra`` must
-        be equal on all ranks.
+    def _known(self, moved: tuple[Any, ...] = (), said: Any = None) -> Known:
+        """The call that is made now. ``moved``: what the primitive sees of it and must be equal on all ranks; ``said``:
+        what it belongs to, if this thread was not told.
 
         It is the same object for the same call from the same place: a thousand of them are kept, and those of all ranks
         together do not fit into a processor's memory.
         """
-        said = told.call or _UNKNOWN
+        said = said or told.call or _UNKNOWN
         if local.rank is not (rank := self._rank):
             self.check_rank(_call_of(said).what)
         world = rank.world
         if world.watchful or world.cancelled or world.written:
             world.check()
         world.idle = 0
-        moved = () if x is None else (x.dtype, x.shape, extra)
         files, frame = known_files, sys._getframe(2)  # who calls this link is no user
         while files[(code := frame.f_code).co_filename] and (outer := frame.f_back) is not None:
             frame = outer  # as `call_spot` does it, without its call
@@ -286,17 +285,28 @@ class InProcessLink(Defaults):
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """Folded by index, whatever the order of arrival."""
-        result: Tensor = self._meet(self._known(x, op), x, results.reduced, op)
+        result: Tensor = self._meet(self._known((x.dtype, x.shape, op)), x, results.reduced, op)
+        return result
+
+    def sum_told(self, x: Tensor, said: tuple[Any, ...]) -> Tensor:
+        """The same of a sum that is all of a call, which is said here."""
+        if self._rank.world.watchful:  # others ask this thread what it calls
+            before, told.call = told.call, said
+            try:
+                return self.all_reduce(x, "sum")
+            finally:
+                told.call = before
+        result: Tensor = self._meet(self._known((said[2], said[3], "sum"), said), x, results.reduced, "sum")
         return result
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Stacked in order of index."""
-        result: Tensor = self._meet(self._known(x), x, results.gathered)
+        result: Tensor = self._meet(self._known((x.dtype, x.shape)), x, results.gathered)
         return result
 
     def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
         """Each row folded by index."""
-        result: Tensor = self._meet(self._known(x, op), x, results.scattered, op)
+        result: Tensor = self._meet(self._known((x.dtype, x.shape, op)), x, results.scattered, op)
         return result
 
     def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
@@ -307,27 +317,27 @@ class InProcessLink(Defaults):
 
     def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
         """Every rank takes what its source has brought."""
-        result: Tensor = self._meet(self._known(x), (x, source), results.permuted)
+        result: Tensor = self._meet(self._known((x.dtype, x.shape)), (x, source), results.permuted)
         return result
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """Copies of what ``src`` has brought."""
-        result: Tensor = self._meet(self._known(x, f"src={src}"), x, results.sent, src)
+        result: Tensor = self._meet(self._known((x.dtype, x.shape, f"src={src}")), x, results.sent, src)
         return result
 
     def reduce(self, x: Tensor, op: str, dst: int) -> Tensor | None:
         """As all_reduce, for ``dst``."""
-        result: Tensor | None = self._meet(self._known(x, f"{op} dst={dst}"), x, results.reduced_to, dst, op)
+        result: Tensor | None = self._meet(self._known((x.dtype, x.shape, f"{op} dst={dst}")), x, results.reduced_to, dst, op)
         return result
 
     def gather(self, x: Tensor, dst: int) -> Tensor | None:
         """As all_gather, for ``dst``."""
-        result: Tensor | None = self._meet(self._known(x, f"dst={dst}"), x, results.gathered_to, dst)
+        result: Tensor | None = self._meet(self._known((x.dtype, x.shape, f"dst={dst}")), x, results.gathered_to, dst)
         return result
 
     def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
         """Rows of what ``src`` has brought."""
-        result: Tensor = self._meet(self._known(like, f"src={src}"), x, results.rows_of, src)
+        result: Tensor = self._meet(self._known((like.dtype, like.shape, f"src={src}")), x, results.rows_of, src)
         return result
 
     def barrier(self) -> object:
