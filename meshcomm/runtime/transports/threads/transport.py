@@ -42,8 +42,6 @@ _SOON = 1.0
 class Known(NamedTuple):
     """A call that has been made before."""
 
-    code: CodeType | None
-    """The function that makes it; held, for it is known by its id."""
     said: Any
     """What this thread was told of it."""
     moved: tuple[Any, ...]
@@ -53,6 +51,8 @@ class Known(NamedTuple):
     op: str
     alike: Any
     """The same object on all ranks that make the same call; None where they have to be compared."""
+    code: CodeType | None
+    """The function that makes it; held, for it is known by its id."""
 
 
 class InProcessLink(Defaults):
@@ -147,14 +147,14 @@ class InProcessLink(Defaults):
             frame = outer  # as `call_spot` does it, without its call
         backward, spot = backward_pass() != -1, (id(code), frame.f_lasti)
         known = self._latest.get(spot)  # most lines make one call
-        if known is None or known.said != said or known.moved != moved or known.backward is not backward:
+        if known is None or known[:3] != (said, moved, backward):
             known = self._calls.get((said, moved, backward, spot))
             if known is None:
                 call = _call_of(said).here(moved, skip=3)
                 if len(self._calls) >= _KEPT:
                     self._calls.clear()
                     self._latest.clear()
-                known = Known(code, said, moved, backward, call, _op_of(call), self._circle.one(call))
+                known = Known(said, moved, backward, call, _op_of(call), self._circle.one(call), code)
                 self._calls[said, moved, backward, spot] = known
             self._latest[spot] = known
         self.log.call = known.call
@@ -168,7 +168,7 @@ class InProcessLink(Defaults):
         self._rank.world.check()
         self._rank.world.idle = 0
         self.log.call = call = announced.here(skip=3, **seen)
-        return Known(None, announced, (), False, call, _op_of(call), None)
+        return Known(announced, (), False, call, _op_of(call), None, None)
 
     def _meet(self, known: Known, given: Any, compute: Compute, *args: Any) -> Any:
         """Wait for all ranks of the group, or leave a seat to wait later; the last one to come computes everybody's
@@ -190,7 +190,7 @@ class InProcessLink(Defaults):
         compute: Compute,
         args: tuple[Any, ...] = (),
     ) -> tuple[Meeting, Came]:
-        *_, call, op, alike = known
+        _, _, _, call, op, alike, _ = known
         record = self.log.begin(call.what, op, call.dtype, call.shape)
         mine = tuple.__new__(Came, (self._rank, self.index, call, record))  # half of what its own way costs
         seat = counts[self.index]
