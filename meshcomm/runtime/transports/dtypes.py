@@ -283,7 +283,8 @@ def _folded(op: str, xs: Sequence[Tensor], out: Tensor | None) -> Tensor:
 
 def _tree(step: Callable[..., Tensor], xs: Sequence[Tensor], out: Tensor | None) -> Tensor:
     """The tree above ``xs``; its root, and its left side, are ``out`` if there is one."""
-    sums, totals = step is torch.add, []  # those of the blocks so far, the greatest first
+    sums = step is torch.add
+    totals: list[Tensor] = []  # of the blocks so far, the greatest first
     for i in range(0, len(xs) - 1, 2):
         total = step(xs[i], xs[i + 1]) if out is None or i else step(xs[i], xs[i + 1], out=out)
         pairs = i // 2 + 1

@@ -57,11 +57,11 @@ class RandomState:
 
     def save(self) -> None:
         """Keep the global states here."""
-        own, of_torch, of_python = self._own, self._of_torch, self._of_python
-        if own is None or of_torch is None or of_python is None:
+        own, cells, others = self._own, self._of_torch, self._of_python
+        if own is None or cells is None or others is None:
             self._own = twister.take(own)
         else:  # as `take` does it, without its call, which takes as long
-            own[0][:], own[1][:], own[2] = of_torch, of_python, OWN.gauss_next  # type: ignore[attr-defined]
+            own[0][:], own[1][:], own[2] = cells, others, OWN.gauss_next  # type: ignore[attr-defined]
         if (module := self.numpy) is not None:
             self._numpy = module.get_bit_generator()
         if (unused := self._accelerator) is None:
@@ -74,14 +74,14 @@ class RandomState:
     def load(self) -> None:
         """Make these states the global ones."""
         RandomState.in_place = self
-        own, of_torch, of_python = self._own, self._of_torch, self._of_python
+        own, cells, others = self._own, self._of_torch, self._of_python
         if own is None:
             assert self._seed is not None
             twister.seed(self._seed)
-        elif of_torch is None or of_python is None:
+        elif cells is None or others is None:
             twister.put(own)
         else:
-            of_torch[:], of_python[:], OWN.gauss_next = own  # type: ignore[attr-defined]
+            cells[:], others[:], OWN.gauss_next = own  # type: ignore[attr-defined]
         if (module := self.numpy) is not None:
             self.load_numpy(module)
         if self._accelerator is not None:

@@ -327,7 +327,8 @@ class InProcessLink(Defaults):
 
     def reduce(self, x: Tensor, op: str, dst: int) -> Tensor | None:
         """As all_reduce, for ``dst``."""
-        result: Tensor | None = self._meet(self._known((x.dtype, x.shape, f"{op} dst={dst}")), x, results.reduced_to, dst, op)
+        known = self._known((x.dtype, x.shape, f"{op} dst={dst}"))
+        result: Tensor | None = self._meet(known, x, results.reduced_to, dst, op)
         return result
 
     def gather(self, x: Tensor, dst: int) -> Tensor | None:
