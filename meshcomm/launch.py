@@ -108,10 +108,13 @@ def launch(
         )
         return results
     devices.choose_backend(backend, "launch")
+    inside = world_of(ranks, limit)
     try:
-        return world_of(ranks, limit).run(lambda: to_its_end(fn, args, kwargs or {}))
+        found: list[T] = inside.run(lambda: to_its_end(fn, args, kwargs or {}))
     finally:
         reserve.trim(0)
+    inside.forget()
+    return found
 
 
 def to_its_end(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -83,6 +83,7 @@ class Program:
             what = "backward() ran inside the function and reached a tensor that it closes over."
             fail(WHERE, what, fix="call backward() on what the function returns, or return torch.autograd.grad(...)")
         kept_axes.leave(mesh, world)
+        world.forget()
         ranks = [found[rank] for rank in mesh.ranks]
         outputs = ranks[0][0]
         result = _Result(outputs)
