@@ -54,7 +54,7 @@ def assembled(ranks: list[Outputs], places: Sequence[dict[str, int]], mesh: Mesh
             continue
         originals: dict[tuple[int, ...], Tensor] = {}
         for part, place in zip(parts, places, strict=True):  # along the axes that it does not name all have the same
-            original = originals.setdefault(tuple([place[axis] for axis in axes]), part)
+            original = originals.setdefault(tuple([place[axis] for axis in axes]) if axes else (), part)
             if original is part:
                 own_part(joined, layout, place, mesh).copy_(part)
             elif not _alike(original, part):

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +29,8 @@ from meshcomm.spmd.shard_map.assemble import Outputs, assembled, coordinates
 from meshcomm.spmd.shard_map.rank_context import Modes, OwnState, begin_body, leaves_behind, no_tangents
 from meshcomm.spmd.shard_map.specs import WHERE, pieces
 from meshcomm.spmd.types.reachable import Reachable, in_place_of
+
+_REQUIRES_GRAD, _CLONE, _DETACH = attrgetter("requires_grad"), methodcaller("clone"), methodcaller("detach")
 
 Local = Callable[[list[Tensor], list[Tensor]], Outputs]
 """One rank's work: on its parts, and on tensors that all ranks share."""
@@ -118,19 +121,20 @@ class Program:
             torch.set_grad_enabled(grad)
         with modes():
             begin_body(mesh)  # the thread ends with it
-            leaves = [each[place] for each in inputs]
+            leaves = list(map(itemgetter(place), inputs))  # what is done for each rank is felt
             if wanted is not None:
                 leaves = [x.requires_grad_() if want else x for x, want in zip(leaves, wanted, strict=False)]
-            parts = [leaf.clone() for leaf in leaves]  # the function may change its own copy
+            parts = list(map(_CLONE, leaves))  # the function may change its own copy
             outputs = self.local(parts, shared)
         parts.clear()  # what the function has made of them is nobody's any more
         tensors, used = outputs.tensors, []
-        if any([y.requires_grad for y in tensors]):  # noqa: C419
+        if any(map(_REQUIRES_GRAD, tensors)):
             used = leaves_behind(tensors, {id(leaf): i for i, leaf in enumerate([*leaves, *shared])}, mesh)
         if self.modes.transformed:
             no_tangents(tensors, mesh)
-        needs = [bool(each) for each in used] or [False] * len(tensors)
-        return outputs._replace(tensors=[y.detach() for y in tensors]), needs, set().union(*used)
+        needs = list(map(bool, used)) or [False] * len(tensors)
+        bare = tuple.__new__(Outputs, (list(map(_DETACH, tensors)), *outputs[1:]))
+        return bare, needs, set().union(*used)
 
     def pullback(self, result: _Result, wanted: Sequence[bool]) -> Program:
         """The program from inputs and output gradients to the gradients of the inputs that are wanted."""

@@ -24,6 +24,8 @@ from meshcomm.runtime.transports.threads.random_state import RandomState
 from meshcomm.spmd.shard_map.specs import WHERE
 from meshcomm.spmd.types.reachable import Reachable, Slot
 
+_NOTHING = contextlib.nullcontext()
+
 
 class _Here(threading.local):
     mesh: Mesh | None = None
@@ -114,7 +116,7 @@ class Modes:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
                 yield
 
-        return enter if self.transformed or moved or casts else contextlib.nullcontext
+        return enter if self.transformed or moved or casts else lambda: _NOTHING
 
 
 def closed_over(reach: Reachable) -> list[tuple[str, Tensor]]:
