@@ -27,7 +27,7 @@ from torch.func import grad, jvp, vmap
 from torch.testing import assert_close
 
 import meshcomm as mc
-from meshcomm.runtime.transports.threads import numpy_state, scheduler, twister
+from meshcomm.runtime.transports.threads import meetings, numpy_state, scheduler, transport, twister
 
 
 def mesh_of(n: int) -> mc.Mesh:
@@ -535,6 +535,40 @@ def test_a_mismatch_names_ranks_and_calls(kind: str) -> None:
             if "," in mark:
                 pattern = pattern.replace(f"{{{mark}}}", str(line_of(mark)))
         assert re.search(pattern, str(caught.value)), f"{pattern} not in:\n{caught.value}"
+
+
+def other_calls_from_one_line(rounds: int) -> list[float]:
+    """As many shapes as there are rounds, each three times in a row, from a line that is one for all of them."""
+    mesh, found = mesh_of(4), []
+    for i in range(3 * rounds):
+        found.append(mc.all_reduce(torch.full((i // 3 + 1,), float(mesh.rank)), "a", mesh=mesh).sum().item())
+    return found
+
+
+@pytest.mark.parametrize("kept", [64, 2])
+def test_calls_are_known_again_by_their_line(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_KEPT", kept)
+    monkeypatch.setattr(meetings, "_KEPT", kept)
+    expected = [6.0 * (i // 3 + 1) for i in range(15)]
+    assert mc.launch(other_calls_from_one_line, ranks=4, args=(5,)) == [expected] * 4
+
+
+def differs_in_the_end(how: str) -> None:
+    """From one line the ranks make a call three times, and then one of them makes another one."""
+    mesh = mesh_of(4)
+    for i in range(4):
+        other = i == 3 and mesh.rank == 2
+        x = torch.ones(4, dtype=torch.float64 if other and how == "dtype" else torch.float32)
+        x.requires_grad_(other and how == "grad")
+        mc.all_reduce(
+            x[: 3 if other and how == "shape" else 4], "a", "max" if other and how == "op" else "sum", mesh=mesh
+        )
+
+
+@pytest.mark.parametrize("how", ["dtype", "grad", "shape", "op"])
+def test_a_call_that_is_known_is_told_from_another_one(how: str) -> None:
+    with pytest.raises(mc.CommError, match=r"ranks of one axis made different calls.*\n.*ranks? .*\n.*ranks? "):
+        mc.launch(differs_in_the_end, ranks=4, args=(how,))
 
 
 def usable_afterwards(kind: str) -> tuple[bool, float]:

@@ -12,6 +12,7 @@ import torch
 
 import meshcomm as mc
 from meshcomm.runtime import recorder
+from meshcomm.runtime.transports.threads.scheduler import local
 
 RANKS = 4
 
@@ -208,6 +209,24 @@ def test_axes_that_somebody_may_know_are_made_again(mesh, body):
         if isinstance(each, mc.Work):
             each._claimed = True  # nobody is to be warned
     stash.clear()
+
+
+def test_ranks_go_at_once_when_their_run_has_ended(mesh):
+    found = []
+
+    def body(x):
+        found.append(weakref.ref(local.rank))
+        return summed(x)
+
+    gc.collect()
+    gc.disable()
+    try:
+        over(mesh, body)(X)
+        mc.launch(lambda: found.append(weakref.ref(local.rank)), ranks=3)
+        assert [each for ref in found if (each := ref()) is not None] == []
+    finally:
+        gc.enable()
+    assert len(found) == RANKS + 3
 
 
 def test_after_an_error_all_is_new(mesh):

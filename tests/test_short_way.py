@@ -1,4 +1,4 @@
-"""How many functions of ours a small call in shared memory runs: on a processor that has just slept each costs as much as a small copy."""
+"""How many functions of ours a small call runs: in shared memory and between ranks of one process each costs as much as a small copy."""
 
 from __future__ import annotations
 
@@ -52,6 +52,23 @@ def functions_of(name: str) -> Counter[str]:
 )
 def test_a_small_call_runs_few_functions(pool4: Any, name: str, most: int) -> None:
     for seen in pool4.run(functions_of, name):
+        assert seen.total() <= most, seen
+
+
+def functions_in_process(name: str) -> Counter[str]:
+    mesh = mc.make_mesh({"a": 8})
+    x = torch.ones(16)
+    call = {
+        "all_reduce": lambda: mc.all_reduce(x, "a", mesh=mesh),
+        "all_gather": lambda: mc.all_gather(x, "a", mesh=mesh),
+        "barrier": lambda: mc.barrier("a", mesh=mesh),
+    }[name]
+    return min([counted(call, "/meshcomm/") for _ in range(6)][2:], key=lambda seen: seen.total())
+
+
+@pytest.mark.parametrize(("name", "most"), [("all_reduce", 18), ("all_gather", 29), ("barrier", 25)])
+def test_a_call_of_ranks_of_one_process_runs_few_functions(name: str, most: int) -> None:
+    for seen in mc.launch(functions_in_process, ranks=8, args=(name,)):
         assert seen.total() <= most, seen
 
 
