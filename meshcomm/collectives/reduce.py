@@ -351,7 +351,7 @@ def all_reduce(
     """
     if here.watcher is not None or timeout is not None:
         return aside(all_reduce, x, axis, op, exact, mesh, bucket_mb, async_op, timeout)
-    ax = check.axis_of("all_reduce", axis, mesh)
+    ax = mesh.axis(axis, "all_reduce") if type(mesh) is Mesh else check.axis_of("all_reduce", axis, mesh)
     rule = _ALL_REDUCE if op == "sum" or op not in _CURVED else _ALL_REDUCE_CURVED
     if isinstance(x, Tensor):  # the one that is called most, at no call more than needed
         check.tensor("all_reduce", x, ax)

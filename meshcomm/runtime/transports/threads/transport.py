@@ -128,9 +128,9 @@ class InProcessLink(Defaults):
             self._rank.world.look_away(self._rank)
         return what.over
 
-    def _known(self, moved: tuple[Any, ...] = (), said: Any = None) -> Known:
+    def _known(self, moved: tuple[Any, ...] = (), said: Any = None, skip: int = 2) -> Known:
         """The call that is made now. ``moved``: what the primitive sees of it and must be equal on all ranks; ``said``:
-        what it belongs to, if this thread was not told.
+        what it belongs to, if this thread was not told. ``skip``: the frames down to one that may be the user's.
 
         It is the same object for the same call from the same place: a thousand of them are kept, and those of all ranks
         together do not fit into a processor's memory.
@@ -142,7 +142,7 @@ class InProcessLink(Defaults):
         if world.watchful or world.cancelled or world.written:
             world.check()
         world.idle = 0
-        files, frame = known_files, sys._getframe(2)  # who calls this link is no user
+        files, frame = known_files, sys._getframe(skip)
         while files[(code := frame.f_code).co_filename] and (outer := frame.f_back) is not None:
             frame = outer  # as `call_spot` does it, without its call
         backward, spot = backward_pass() != -1, (id(code), frame.f_lasti)
@@ -296,7 +296,8 @@ class InProcessLink(Defaults):
                 return self.all_reduce(x, "sum")
             finally:
                 told.call = before
-        result: Tensor = self._meet(self._known((said[2], said[3], "sum"), said), x, results.reduced, "sum")
+        known = self._known((said[2], said[3], "sum"), said, 3)  # who calls this is no user
+        result: Tensor = self._meet(known, x, results.reduced, "sum")
         return result
 
     def all_gather(self, x: Tensor) -> Tensor:
