@@ -220,7 +220,7 @@ def sums_of(rule: Rule, transpose: Callable[[Tensor, Axis], Tensor]) -> Callable
                     return y  # type: ignore[no-any-return]
             return node(x, axis)  # type: ignore[no-any-return]
         if not told_of:
-            return link.sum_now(link, x)
+            return link.sum_now(link, x)  # type: ignore[no-any-return]
         if not link.briefly or profiler_on():
             return rule.announced(x, axis, given, False, ())
         return link.sum_told(x, (note, given, x.dtype, x.shape, (), False, axis, None))
