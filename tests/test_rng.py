@@ -130,11 +130,9 @@ def test_each_element_has_the_numbers_of_its_global_index(part: Part, monkeypatc
         F16: [(w >> 21) * 2.0**-11 for (w,) in short],
         F64: [(w << 21 | v >> 11) * 2.0**-53 for w, v in long],
     }
-    usual = philox._ON_CPU, philox._FEW, philox._FEWEST
-    for chunk, few, fewest in (usual, (*usual[:2], 0), (*usual[:2], usual[1]), (usual[0], 0, 0), (3, 0, 0)):
-        monkeypatch.setattr(philox, "_ON_CPU", chunk)
+    for chunk, few in ((philox._BY_NUMPY, philox._FEW), (philox._BY_NUMPY, 0), (3, 0)):
+        monkeypatch.setattr(philox, "_BY_NUMPY", chunk)
         monkeypatch.setattr(philox, "_FEW", few)
-        monkeypatch.setattr(philox, "_FEWEST", fewest)
         for dtype, numbers in wanted.items():
             got = distributions.uniform(stream, part, dtype)
             assert got.dtype == distributions.wide(dtype)
@@ -215,14 +213,17 @@ def test_a_few_numbers_and_many_have_the_same_bits_and_memory_of_their_own(
         assert few._base is None
         assert few.untyped_storage().nbytes() == few.nbytes
         with monkeypatch.context() as patch:
-            patch.setattr(philox, "_FEWEST", 0)
-            some = ALL[name](stream, part, dtype)
             patch.setattr(philox, "_FEW", 0)
             many = ALL[name](stream, part, dtype)
+            patch.setattr(philox, "numpy_now", lambda: None)
+            patch.setattr(distributions, "numpy_now", lambda: None)
+            without_numpy = ALL[name](stream, part, dtype)
+            patch.setattr(philox, "_FEW", 2**9)
+            few_without_numpy = ALL[name](stream, part, dtype)
             patch.setattr(philox, "plain_now", lambda: False)
             patch.setattr(distributions, "plain_now", lambda: False)
             seen = ALL[name](stream, part, dtype)
-        for other in (some, many, seen):
+        for other in (many, without_numpy, few_without_numpy, seen):
             assert other.dtype == few.dtype
             assert other.flatten().view(torch.uint8).equal(few.flatten().view(torch.uint8))
 
@@ -301,7 +302,7 @@ def test_roots_are_rounded_as_every_device_rounds_them(
 ) -> None:
     """Those of a vector library have another last bit in some: here in a number out of seven."""
     if not with_numpy:
-        monkeypatch.setattr(distributions, "_numpy", lambda: None)
+        monkeypatch.setattr(distributions, "numpy_now", lambda: None)
     numbers = torch.Generator("cpu").manual_seed(0)
     near_one = 1 + torch.arange(-5000, 5000, dtype=F64) * torch.finfo(dtype).eps
     x = torch.cat([torch.rand(20000, dtype=F64, generator=numbers) * scale + 1e-12 for scale in (1e-9, 1, 40)])

@@ -8,9 +8,7 @@ root: a vector library's has another last bit in some, so that it is made here (
 
 from __future__ import annotations
 
-import functools
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +16,8 @@ import torch
 from torch import Tensor
 
 from meshcomm._torch import plain_now
-from meshcomm.spmd.random.philox import FewWords, Part, Stream, Words
+from meshcomm.spmd.random.philox import Part, Stream, Words
+from meshcomm.spmd.random.programs import Calls, numpy_now
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -43,11 +42,15 @@ def uniform(stream: Stream, part: Part, dtype: torch.dtype) -> Tensor:
     def make(words: Words, out: Tensor) -> None:
         out.copy_(words.bits(bits)).mul_(_numbers(torch.float32)[2.0**-bits])
 
-    def listed(words: list[int]) -> list[float]:
-        shift, unit = 32 - bits, 2.0**-bits
-        return [(word >> shift) * unit for word in words]
+    def steps(numpy: Any, words: Any, out: Any) -> Calls:
+        x = numpy.empty(words.shape, numpy.float32)
+        return [
+            (numpy.right_shift, (words, numpy.array(32 - bits, numpy.uint32), words)),
+            (x.__setitem__, (..., words)),
+            (numpy.multiply, (x, numpy.array(2.0**-bits, numpy.float32), out.T)),
+        ]
 
-    return stream.fill(part, torch.float32, 4, make, "uniform", bits, listed=listed)
+    return stream.fill(part, torch.float32, 4, make, "uniform", bits, steps=steps)
 
 
 def below(stream: Stream, part: Part, p: float | Tensor) -> Tensor:
@@ -58,9 +61,12 @@ def below(stream: Stream, part: Part, p: float | Tensor) -> Tensor:
         def make_flags(words: Words, out: Tensor) -> None:
             words.less(limit, out)
 
-        return stream.fill(
-            part, torch.bool, 4, make_flags, limit, listed=lambda words: [word < limit for word in words]
-        )
+        def steps_to_flags(numpy: Any, words: Any, out: Any) -> Calls:
+            if limit == 0:
+                return [(numpy.less, (words, numpy.array(0, numpy.uint32), out.T))]
+            return [(numpy.less_equal, (words, numpy.array(limit - 1, numpy.uint32), out.T))]
+
+        return stream.fill(part, torch.bool, 4, make_flags, "below", limit, steps=steps_to_flags)
 
     def make(words: Words, out: Tensor) -> None:
         for row, column in words.columns(out):
@@ -83,10 +89,16 @@ def integers(stream: Stream, part: Part, low: int, high: int) -> Tensor:
             if low:
                 out.add_(low)
 
-        def listed(words: list[int]) -> list[int]:
-            return [(word * span >> 32) + low for word in words]
+        def steps(numpy: Any, words: Any, out: Any) -> Calls:
+            x = numpy.empty(words.shape, numpy.int64)
+            return [
+                (x.__setitem__, (..., words)),
+                (numpy.multiply, (x, numpy.array(span, numpy.int64), x)),
+                (numpy.right_shift, (x, numpy.array(32, numpy.int64), out.T)),
+                *([(numpy.add, (out, numpy.array(low, numpy.int64), out))] if low else []),
+            ]
 
-        return stream.fill(part, torch.int64, 4, make_short, low, high, listed=listed)
+        return stream.fill(part, torch.int64, 4, make_short, "integers", low, high, steps=steps)
 
     def make(words: Words, out: Tensor) -> None:
         words.twice(out)
@@ -97,7 +109,7 @@ def integers(stream: Stream, part: Part, low: int, high: int) -> Tensor:
             if low:
                 out.add_(low)
 
-    return stream.fill(part, torch.int64, 2, make, low, high)
+    return stream.fill(part, torch.int64, 2, make, "integers", low, high)
 
 
 _SHORT = 2**20
@@ -135,85 +147,77 @@ def normal(stream: Stream, part: Part, dtype: torch.dtype) -> Tensor:
         return stream.fill(part, dtype, 2, make_double, "normal")
 
     def make(words: Words, out: Tensor) -> None:
-        if isinstance(words, FewWords) and (numpy := _numpy()) is not None:
-            return _few_normals(numpy, words, out)
         # Both pairs at once. The numbers of a pair need not stand side by side.
         x, side = words.halves(torch.float32, torch.int32)
         radius = _root(_log(x.add_(_numbers(torch.float32)[0.5]), 32, _SINGLE, -2.0))
         _on_circle(radius, side & _HALF, side, 31, _SINGLE, out)
 
-    return stream.fill(part, torch.float32, 4, make, "normal")
+    return stream.fill(part, torch.float32, 4, make, "normal", steps=_steps_to_normals)
 
 
 _HALF = 2**31 - 1
 
 
-def _few_normals(numpy: Any, words: FewWords, out: Tensor) -> None:
-    """The same operations on arrays of numpy, of which one costs a third; for a few blocks that is nearly all. The
-    series of the logarithm, begun with zeros, of the cosine and of the sine are one.
-    """
-    one, half, log_two, angle_of, down, fraction, half_root, shift, rest, middle, sign, series = _for_few(words.length)
-    u = numpy.empty((3, 2, words.length), numpy.float32)
-    word = numpy.frombuffer(words.memory(), numpy.int64).reshape(2, 2, -1)
-    t, angle = u[0], u[1:]
-    t[...] = word[0]
-    t += half
-    bits = t.view(numpy.int32)
-    bits -= down
-    m = bits & fraction
-    m += half_root
-    m = m.view(numpy.float32)
-    bits >>= shift
-    power = bits.astype(numpy.float32)
-    power *= log_two
-    numpy.subtract(m, one, t)
-    m += one
-    t /= m
-    side = word[1].astype(numpy.int32)
-    angle[...] = (side & rest) - middle
-    angle += half
-    angle *= angle_of
-    square = u * u
-    y = square * series[0]
-    y += series[1]
-    for factor in series[2:]:
-        y *= square
-        y += factor
-    u[1] = 1.0  # the series times t, 1 and the angle
-    y *= u
-    radius, cosine, sine = y[0], y[1], y[2]
-    radius += power
-    numpy.sqrt(radius, radius)
-    side &= sign
-    bits = radius.view(numpy.int32)
-    bits ^= side
-    cosine *= radius
-    sine *= radius
-    out.copy_(torch.from_numpy(y[1:].T.reshape(-1, 4)))
+def _steps_to_normals(numpy: Any, words: Any, out: Any) -> Calls:
+    """The same operations. Of few the series of the logarithm, begun with zeros, the cosine and the sine are one."""
+    n, form = words.shape[1], _SINGLE
+
+    def floats(number: Any) -> Any:
+        return numpy.array(number, numpy.float32)
+
+    def whole(number: int) -> Any:
+        return numpy.array(number, numpy.int32)
+
+    y, square = numpy.empty((2, 3, 2, n), numpy.float32)
+    x, (power, m), around = numpy.empty((3, 2, 2, n), numpy.float32)
+    turned, side = numpy.empty((2, n), numpy.int32), words[2:].view(numpy.int32)
+    (t, angle), radius = x, y[0]
+    bits, bits_of_m = t.view(numpy.int32), m.view(numpy.int32)
+    logs = [floats(factor * -2.0) for factor in form.log]
+    both = [floats(pair).reshape(2, 1, 1) for pair in form.cosine_and_sine]
+    if n > _FEW_TO_ADD:
+        series = [*_horner(numpy, square[0], logs, y[0]), *_horner(numpy, square[1], both, y[1:])]
+    else:  # one operation on all is sooner done than one on each
+        logs += [floats(0.0)] * (len(both) - len(logs))
+        columns = [numpy.array([[[log]], *pair], numpy.float32) for log, pair in zip(logs, both, strict=True)]
+        columns = [each.repeat(2, 1).repeat(n, 2) for each in columns]
+        series = [(square[2].__setitem__, (..., square[1])), *_horner(numpy, square, columns, y)]
+    return [
+        (numpy.bitwise_and, (side, whole(_HALF), turned)),
+        (numpy.subtract, (turned, whole(2**30), turned)),
+        (t.__setitem__, (..., words[:2])),
+        (angle.__setitem__, (..., turned)),
+        (numpy.add, (x, floats(0.5), x)),
+        (numpy.multiply, (angle, floats(math.pi * 2.0**-31), angle)),
+        # x = m * 2**e
+        (numpy.subtract, (bits, whole(form.half_root + (32 << form.fraction)), bits)),
+        (numpy.bitwise_and, (bits, whole(2**form.fraction - 1), bits_of_m)),
+        (numpy.add, (bits_of_m, whole(form.half_root), bits_of_m)),
+        (numpy.right_shift, (bits, whole(form.fraction), bits)),
+        (power.__setitem__, (..., bits)),
+        (numpy.multiply, (power, floats(math.log(2) * -2.0), power)),
+        (numpy.add, (m, floats([[[-1.0]], [[1.0]]]), around)),
+        (numpy.divide, (*around, t)),
+        (numpy.multiply, (x, x, square[:2])),
+        *series,
+        (numpy.multiply, (y[::2], x, y[::2])),
+        (numpy.add, (radius, power, radius)),
+        (numpy.sqrt, (radius, radius)),
+        (numpy.bitwise_and, (side, whole(form.sign), side)),
+        (numpy.bitwise_xor, (radius.view(numpy.int32), side, radius.view(numpy.int32))),
+        (numpy.multiply, (y[1:], radius, out.reshape(n, 2, 2).T)),
+    ]
 
 
-@functools.lru_cache(maxsize=16)
-def _for_few(blocks: int) -> tuple[Any, ...]:
-    """Its numbers; and the factors of the series, highest power first, each as large as what they are factors of."""
-    numpy, form, scale = _numpy(), _SINGLE, math.pi * 2.0**-31
-    floats = [numpy.array(each, numpy.float32) for each in (1.0, 0.5, math.log(2) * -2.0, scale)]
-    down = form.half_root + (32 << form.fraction)
-    wholes = (down, 2**form.fraction - 1, form.half_root, form.fraction, _HALF, 2**30, form.sign)
-    ints = [numpy.array(each, numpy.int32) for each in wholes]
-    logs = [factor * -2.0 for factor in form.log] + [0.0] * (len(form.cosine_and_sine) - len(form.log))
-    factors = [(log, *both) for log, both in zip(logs, form.cosine_and_sine, strict=True)]
-    columns = numpy.array(factors[::-1], numpy.float32)[..., None, None]
-    return *floats, *ints, [numpy.ascontiguousarray(each) for each in columns.repeat(2, 2).repeat(blocks, 3)]
+def _horner(numpy: Any, x: Any, factors: Sequence[Any], y: Any) -> Calls:
+    """``y`` is the series with these factors, lowest power first."""
+    *rest, second, first = factors
+    each = [call for factor in rest[::-1] for call in ((numpy.multiply, (y, x, y)), (numpy.add, (y, factor, y)))]
+    return [(numpy.multiply, (x, first, y)), (numpy.add, (y, second, y)), *each]
 
 
-@functools.cache
-def _numpy() -> Any:
-    """numpy, where torch knows it."""
-    try:
-        torch.empty(0, device="cpu").numpy()
-    except RuntimeError:
-        return None
-    return sys.modules["numpy"]
+_FEW_TO_ADD = 2**9
+"""Blocks for which numbers are repeated."""
 
 
 class _Format(NamedTuple):
@@ -285,7 +289,7 @@ def _root(x: Tensor) -> Tensor:
     """
     if x.device.type != "cpu":
         return x.sqrt_()
-    if type(x) is Tensor and plain_now() and (numpy := _numpy()) is not None:  # rounds as the processor does
+    if type(x) is Tensor and (numpy := numpy_now()) is not None:  # rounds as the processor does
         numpy.sqrt(x.numpy(), x.numpy())
         return x
     if x.dtype == torch.float32:  # a unit of float64 is too little to lead to another float32

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from meshcomm._torch import plain_now
+from meshcomm.spmd.random.programs import Program, Steps, high_halves, low_halves, numpy_now
 
 _MASK = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
@@ -30,65 +31,97 @@ def _keys(key: int) -> list[tuple[int, int]]:
     return [((key + i * _W0) & _MASK, ((key >> 32) + i * _W1) & _MASK) for i in range(10)]
 
 
+@functools.lru_cache(maxsize=32)
+def _keys_of_many(key: int, ones: int) -> list[tuple[int, int]]:
+    return [(k0 * ones, k1 * ones) for k0, k1 in _keys(key)]
+
+
 class Rounds:
-    """Ten rounds with a key, on int64 tensors.
+    """Ten rounds with a key, on int64 tensors; of those that are plain and on the CPU as arrays of ``numpy``, in two
+    thirds of the time.
 
     Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011.
     """
 
-    def __init__(self, key: int) -> None:
+    def __init__(self, key: int, numpy: Any = None) -> None:
         # torch makes less ado of tensors of no dims than of numbers, and there are a hundred operations.
-        self._keys = _keys(key)
+        self._keys, self.numpy = _keys(key), numpy
         numbers = [_M0, _M1, 32, _MASK, *itertools.chain(*self._keys)]
-        self._m0, self._m1, self.half, self.mask, *keys = torch.tensor(numbers, device="cpu").unbind()
+        each: Sequence[Any] = torch.tensor(numbers, device="cpu").unbind()
+        self.half, self.mask = each[2:4]
+        if numpy is not None:
+            each = list(numpy.array(numbers, numpy.uint64).reshape(-1, 1))
+        self._m0, self._m1, self._half, self._mask, *keys = each
         self._as_tensors = list(zip(keys[::2], keys[1::2], strict=True))
+        of: Any = torch if numpy is None else numpy
+        self._mul, self._xor, self._and = of.multiply, of.bitwise_xor, of.bitwise_and
+        self._shift = torch.bitwise_right_shift if numpy is None else numpy.right_shift
 
-    def words(self, counter: Sequence[Any], spare: list[Tensor]) -> list[Any]:
+    def words(self, counter: Sequence[Any], spare: Sequence[Tensor]) -> list[Any]:
         """Four random words of 32 bits for a counter of four, each an int or a tensor; above the 32 bits the second and
         the last one may be anything. The counter's tensors are written over, and so are the ``spare`` ones, six in all.
-
-        An int is an int for a round or two more, and costs nothing there.
         """
-        p0: Any
-        p1: Any
+        if self.numpy is None:
+            return self._words(counter, [*spare])
+        unsigned, signed = self.numpy.uint64, self.numpy.int64
+        given = [c if isinstance(c, int) else c.numpy().view(unsigned) for c in counter]
+        words = self._words(given, [each.numpy().view(unsigned) for each in spare])
+        return [word if isinstance(word, int) else torch.from_numpy(word.view(signed)) for word in words]
+
+    def _words(self, counter: Sequence[Any], spare: list[Any]) -> list[Any]:
+        """An int is an int for a round or two more, and costs nothing there."""
         c0, c1, c2, c3 = counter
-        mul, shift, m0, m1, half, mask = torch.mul, torch.bitwise_right_shift, self._m0, self._m1, self.half, self.mask
-        for ints, (k0, k1) in zip(self._keys, self._as_tensors, strict=True):
+        mul, shift, xor, clear = self._mul, self._shift, self._xor, self._and
+        on_arrays = self.numpy is not None
+        for ints, keys in zip(self._keys, self._as_tensors, strict=True):
             # Products wrap at 64 bits, which leaves all bits right. Only the factors need to be free of higher bits.
             if len(spare) == 2:  # all are tensors, as from the fourth round on
                 p0, p1 = spare
-                mul(c0, m0, out=p0)
-                mul(c2, m1, out=p1)
-                shift(p1, half, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(mask)
-                shift(p0, half, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(mask)
+                mul(c0, self._m0, out=p0)
+                mul(c2, self._m1, out=p1)
+                for p, c, key, into in (p1, c1, keys[0], c0), (p0, c3, keys[1], c2):
+                    if on_arrays:  # whose higher bits are none since the first rounds
+                        xor(high_halves(p), low_halves(c), out=low_halves(into))
+                        xor(into, key, out=into)
+                        continue
+                    shift(p, self._half, out=into)
+                    xor(into, c, out=into)
+                    xor(into, key, out=into)
+                    clear(into, self._mask, out=into)
                 spare, c1, c3 = [c3, c1], p1, p0
                 continue
-            p0 = c0 * _M0 if isinstance(c0, int) else mul(c0, m0, out=spare.pop())
-            p1 = c2 * _M1 if isinstance(c2, int) else mul(c2, m1, out=spare.pop())
-            spare += [c for c in (c0, c2) if isinstance(c, Tensor)]
+            p0 = c0 * _M0 if isinstance(c0, int) else mul(c0, self._m0, out=spare.pop())
+            p1 = c2 * _M1 if isinstance(c2, int) else mul(c2, self._m1, out=spare.pop())
+            spare += [c for c in (c0, c2) if not isinstance(c, int)]
             c0, c2 = self._mixed(p1, c1, ints[0], spare), self._mixed(p0, c3, ints[1], spare)
-            spare += [c for c in (c1, c3) if isinstance(c, Tensor)]
+            spare += [c for c in (c1, c3) if not isinstance(c, int)]
             c1, c3 = p1, p0
         return [c0, c1, c2, c3]
 
-    def _mixed(self, p: Any, c: Any, key: int, spare: list[Tensor]) -> Any:
+    def _mixed(self, p: Any, c: Any, key: int, spare: list[Any]) -> Any:
         """``p >> 32 ^ c ^ key``, where what is an int is put together first."""
         for each in (p >> 32 if isinstance(p, int) else 0, c if isinstance(c, int) else 0):
             key = (key ^ each) & _MASK
+        if isinstance(p, int) and isinstance(c, int):
+            return key
+        y = spare.pop()
         if isinstance(p, int):
-            return key if isinstance(c, int) else torch.bitwise_xor(c, key, out=spare.pop()).bitwise_and_(self.mask)
-        y = torch.bitwise_right_shift(p, self.half, out=spare.pop())
-        y = y if isinstance(c, int) else y.bitwise_xor_(c)
-        return y.bitwise_xor_(key).bitwise_and_(self.mask)
+            self._xor(c, key, out=y)
+        else:
+            self._shift(p, self._half, out=y)
+            if not isinstance(c, int):
+                self._xor(y, c, out=y)
+            self._xor(y, key, out=y)
+        return self._and(y, self._mask, out=y)
 
 
 def _words_of_ints(counter: Sequence[int], key: int, ones: int) -> list[int]:
     """The same of ints that have many words each, where ``ones`` has a one, 64 bits apart: sooner for few."""
     c0, c1, c2, c3 = counter
     mask = _MASK * ones
-    for k0, k1 in _keys(key):
+    for k0, k1 in _keys_of_many(key, ones):
         p0, p1 = c0 * _M0, c2 * _M1
-        c0, c1, c2, c3 = (p1 >> 32 ^ c1 ^ k0 * ones) & mask, p1, (p0 >> 32 ^ c3 ^ k1 * ones) & mask, p0
+        c0, c1, c2, c3 = (p1 >> 32 ^ c1 ^ k0) & mask, p1, (p0 >> 32 ^ c3 ^ k1) & mask, p0
     return [c0, c1 & mask, c2, c3 & mask]
 
 
@@ -101,6 +134,11 @@ class Words:
     def __init__(self, rounds: Rounds, words: Sequence[Tensor], room: Tensor) -> None:
         """``words``: as they come from the rounds; ``room``: an int64 ``[n, 2]``."""
         self._rounds, self._words, self._room = rounds, words, room
+
+    def copy_into(self, words: Any) -> None:
+        """All of them: a uint32 ``[4, n]``, an array."""
+        for into, word in zip(words, self._words, strict=True):
+            into[...] = low_halves(word.numpy())
 
     def columns(self, out: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
         """Each as int64, from 0 on, with its column of ``out``, a ``[n, 4]``; or all of them with all columns."""
@@ -151,14 +189,6 @@ class FewWords(Words):
 
     def __init__(self, words: Sequence[int], ones: int, length: int) -> None:
         self._ints, self._ones, self.length = words, ones, length
-
-    def listed(self) -> list[int]:
-        """All of them, block by block."""
-        words, n = memoryview(self.memory()).cast("Q").tolist(), self.length
-        found = [0] * (4 * n)
-        for at in range(4):
-            found[at::4] = words[at * n : (at + 1) * n]
-        return found
 
     def memory(self, ints: Sequence[int] | None = None) -> bytearray:
         """One after the other, or these in their place."""
@@ -265,8 +295,34 @@ def _few(part: Part, per: int, draws: int) -> tuple[list[int], Few]:
 
 _Make = Callable[[Words, Tensor], None]
 """``make(words, out)`` writes ``[n, per]`` numbers for n blocks."""
-_List = Callable[[list[int]], list[Any]]
-"""The numbers of as many words: Python has made very few before torch has begun with the first operation."""
+
+
+class Plan:
+    """Few blocks of a part, of one draw or of some that follow each other, and the program that makes their numbers."""
+
+    __slots__ = ("_few", "_made", "_memory", "_places", "_program")
+
+    def __init__(self, numpy: Any, part: Part, draws: int, dtype: torch.dtype, steps: Steps) -> None:
+        starts, self._few = _few(part, 4, draws)
+        lanes = numpy.empty((4, self._few.length), numpy.uint64)
+        self._memory, self._program = memoryview(lanes).cast("B"), Program(low_halves(lanes), dtype, steps)
+        made, (_, length, _, exact, count, _) = self._program.made, _blocks(part, 4)
+        shape = part.shape if draws == 1 else (draws, *part.shape)
+        self._made, self._places = made.view(shape) if exact else made.view(-1), None
+        if not exact:
+            firsts = [4 * count * at + start % 4 for at, start in enumerate(starts)]
+            places = [list(range(first, first + length)) for first in firsts]
+            self._places = torch.tensor(places, device="cpu").view(shape)
+
+    def draw(self, stream: Stream) -> Tensor:
+        """The numbers of this draw, or of this one and the next ones."""
+        self._memory[:] = stream.few_words(self._few).memory()
+        self._program.run()
+        return self._made.clone() if self._places is None else torch.take(self._made, self._places)
+
+
+_plans: dict[Any, Plan] = {}
+"""Those that no thread uses now."""
 
 
 class Ahead:
@@ -323,22 +379,29 @@ class Stream(NamedTuple):
         return FewWords(_words_of_ints(counter, self.key, few.ones), few.ones, few.length)
 
     def fill(
-        self, part: Part, dtype: torch.dtype, per: int, make: _Make, *kind: Any, listed: _List | None = None
+        self, part: Part, dtype: torch.dtype, per: int, make: _Make, *kind: Any, steps: Steps | None = None
     ) -> Tensor:
         """A tensor with the numbers of ``part``: the element with the global index i is number ``i % per`` of block
-        ``i // per``. ``kind``: what else decides what is made of the words.
+        ``i // per``. ``kind``: what else decides what is made of the words. ``steps``: how numpy makes the same.
         """
         if 0 in part.shape:
             return torch.empty(part.shape, dtype=dtype, device=self.device)
+        numpy = numpy_now() if steps is not None and self.device.type == "cpu" else None
         plain, ahead = self.device.type == "cpu" and plain_now(), self.ahead if self.attempt == 0 else None
-        if plain and ahead is not None and (found := ahead.found(self.draw, (kind, part, dtype))) is not None:
+        which = kind, part, dtype
+        if plain and ahead is not None and (found := ahead.found(self.draw, which)) is not None:
             return found
         base, length, dims, exact, count, total = _blocks(part, per)
         few, draws = plain and total <= _FEW, 1
         if few and ahead is not None:
             draws = ahead.count(self.draw, total)
-        if few and listed is not None and draws == 1 and total <= _FEWEST:
-            return self._listed(part, dtype, listed)
+        if few and steps is not None and numpy is not None:
+            plan = _plans.pop((which, draws), None) or Plan(numpy, part, draws, dtype, steps)
+            y = plan.draw(self)
+            if len(_plans) >= _PLANS:
+                _plans.clear()
+            _plans[which, draws] = plan
+            return y if draws == 1 or ahead is None else ahead.keep(y)
         shape = part.shape if draws == 1 else (draws, *part.shape)
         y = torch.empty(shape, dtype=dtype, device=self.device)
         total *= draws
@@ -348,22 +411,12 @@ class Stream(NamedTuple):
             starts, lanes = _few(part, per, draws)
             make(self.few_words(lanes), values)
         else:
-            starts = self._fill_many(values, base, count, dims, make)
+            starts = self._fill_many(values, base, count, dims, make, steps)
         if not exact:
             self._pick(y.view(-1, length), values.view(-1, count * per), per, starts if dims else base)
         if draws > 1 and ahead is not None:
             return ahead.keep(y)
         return y
-
-    def _listed(self, part: Part, dtype: torch.dtype, listed: _List) -> Tensor:
-        """The same of very few blocks of four numbers."""
-        starts, few = _few(part, 4, 1)
-        words, (_, length, _, exact, count, _) = self.few_words(few).listed(), _blocks(part, 4)
-        if not exact:
-            firsts = [4 * count * at + start % 4 for at, start in enumerate(starts)]
-            words = [word for first in firsts for word in words[first : first + length]]
-        y = torch.tensor(listed(words), dtype=dtype, device=self.device)
-        return y if len(part.shape) == 1 else y.resize_(part.shape)  # which is no view
 
     def _pick(self, into: Tensor, rows: Tensor, per: int, starts: Any) -> None:
         """Of each row of whole blocks the numbers from where its run begins, or all runs do, on."""
@@ -374,28 +427,40 @@ class Stream(NamedTuple):
         places = torch.as_tensor(starts, device=self.device) % per
         torch.gather(rows, 1, places[:, None] + torch.arange(length, device=self.device), out=into)
 
-    def _fill_many(self, values: Tensor, base: int, count: int, dims: list[tuple[int, int]], make: _Make) -> Tensor:
+    def _fill_many(
+        self, values: Tensor, base: int, count: int, dims: list[tuple[int, int]], make: _Make, steps: Steps | None
+    ) -> Tensor:
         """Write all of them, so many blocks at a time that their words stay in the cache; gives where runs begin."""
         (total, per), device = values.shape, self.device
-        on_cpu = _ON_CPU * min(torch.get_num_threads(), _THREADS)
+        numpy = numpy_now() if device.type == "cpu" else None
+        on_cpu = _BY_NUMPY if numpy is not None else _ON_CPU * min(torch.get_num_threads(), _THREADS)
         chunk = min(total, {"cpu": on_cpu, "meta": total}.get(device.type, _ON_OTHERS))
         starts = torch.full((1,), base, dtype=torch.int64, device=device)
         for many, stride in dims:
-            steps = torch.arange(many, device=device).mul_(stride)
-            starts = (steps[:, None] + starts).view(-1)
+            strides = torch.arange(many, device=device).mul_(stride)
+            starts = (strides[:, None] + starts).view(-1)
         blocks = torch.arange(count if dims else chunk, device=device)
         if dims:
             blocks = ((starts // per)[:, None] + blocks).view(-1)
         first, last = base // per, (base + sum((many - 1) * stride for many, stride in dims)) // per + count - 1
-        rounds, high = Rounds(self.key), first >> 32
+        rounds, high = Rounds(self.key, numpy), first >> 32
+        program = None
         room = torch.empty((8, chunk), dtype=torch.int64, device=device)
         for at in range(0, total, chunk):
-            some = blocks[at : at + chunk] if dims else blocks[: total - at] + (first + at)
-            *spare, low = room[:6, : len(some)].unbind()
-            torch.bitwise_and(some, rounds.mask, out=low)
+            *spare, low = room[:6, : min(chunk, total - at)].unbind()
+            some = blocks[at : at + chunk] if dims else torch.add(blocks[: total - at], first + at, out=low)
             above = high if last >> 32 == high else torch.bitwise_right_shift(some, rounds.half, out=spare.pop())
+            torch.bitwise_and(some, rounds.mask, out=low)
             words = rounds.words([low, self.draw, above, self.attempt], spare)
-            make(Words(rounds, words, room[6:].view(chunk, 2)[: len(some)]), values[at : at + chunk])
+            made = Words(rounds, words, room[6:].view(chunk, 2)[: len(some)])
+            if steps is None or numpy is None:
+                make(made, values[at : at + chunk])
+                continue
+            if program is None or len(program.made) != len(some):
+                program = Program(numpy.empty((4, len(some)), numpy.uint32), values.dtype, steps)
+            made.copy_into(program.words)
+            program.run()
+            values[at : at + chunk].copy_(program.made)
         return starts
 
 
@@ -403,12 +468,14 @@ _ON_CPU, _THREADS, _ON_OTHERS = 2**16, 8, 2**24
 """Blocks at a time: for each of a few threads what stays in a cache and is worth a hundred calls, or what bounds the
 memory that is taken meanwhile.
 """
+_BY_NUMPY = 2**15
+"""Blocks at a time, of one thread."""
 _FEW = 2**9
 """Blocks whose words Python's integers give sooner than tensors do."""
-_FEWEST = 2**4
-"""Blocks whose numbers Python makes one by one."""
 _AHEAD = 2**7
 """Blocks of draws that are made together."""
+_PLANS = 64
+"""Kinds of draws whose plans are kept."""
 
 
 def _lanes(numbers: Sequence[int]) -> int:
