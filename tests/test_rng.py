@@ -26,6 +26,7 @@ from meshcomm.runtime.start.workers import WorkerPool
 from meshcomm.spmd.random import distributions, philox
 from meshcomm.spmd.random.functions import handler_of
 from meshcomm.spmd.random.philox import Part, Stream
+from meshcomm.spmd.random.programs import Program
 from meshcomm.spmd.random.rng import rng
 from meshcomm.watch import here
 
@@ -59,10 +60,10 @@ KNOWN = [
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
 def test_philox_gives_the_published_answers(counter: Any, key: Any, words: Any) -> None:
     both, ones = key[0] | key[1] << 32, 1 << 64 | 1
-    for ints in itertools.product((True, False), repeat=4):  # whichever of them are tensors
+    for *ints, numpy in itertools.product((True, False), (True, False), (True, False), (True, False), (None, np)):
         given: list[Any] = [c if an_int else torch.tensor([c] * 2) for c, an_int in zip(counter, ints, strict=True)]
         spare = list(torch.zeros(2 + sum(ints), 2, dtype=torch.int64))
-        got = philox.Rounds(both).words(given, spare)
+        got = philox.Rounds(both, numpy).words(given, spare)  # whichever of them are tensors
         if not all(ints):
             assert [(word & 0xFFFFFFFF).tolist() for word in got] == [[word] * 2 for word in words]
     assert philox._words_of_ints([c * ones for c in counter], both, ones) == [word * ones for word in words]
@@ -130,8 +131,11 @@ def test_each_element_has_the_numbers_of_its_global_index(part: Part, monkeypatc
         F16: [(w >> 21) * 2.0**-11 for (w,) in short],
         F64: [(w << 21 | v >> 11) * 2.0**-53 for w, v in long],
     }
-    for chunk, few in ((philox._BY_NUMPY, philox._FEW), (philox._BY_NUMPY, 0), (3, 0)):
+    usual, limit = philox._ON_CPU, philox._FEW
+    for chunk, few, threads in ((usual, limit, 2**10), (usual, 0, 2**10), (3, 0, 2**10), (usual, 0, 0), (3, 0, 0)):
+        monkeypatch.setattr(philox, "_ON_CPU", chunk)
         monkeypatch.setattr(philox, "_BY_NUMPY", chunk)
+        monkeypatch.setattr(philox, "_TORCHS_THREADS", threads)
         monkeypatch.setattr(philox, "_FEW", few)
         for dtype, numbers in wanted.items():
             got = distributions.uniform(stream, part, dtype)
@@ -214,6 +218,7 @@ def test_a_few_numbers_and_many_have_the_same_bits_and_memory_of_their_own(
         assert few.untyped_storage().nbytes() == few.nbytes
         with monkeypatch.context() as patch:
             patch.setattr(philox, "_FEW", 0)
+            patch.setattr(philox, "_TORCHS_THREADS", 2**10)
             many = ALL[name](stream, part, dtype)
             patch.setattr(philox, "numpy_now", lambda: None)
             patch.setattr(distributions, "numpy_now", lambda: None)
@@ -270,29 +275,75 @@ def test_draws_that_are_made_ahead_are_those_that_are_made_alone(
     assert all(map(torch.equal, ahead, each))
 
 
-# Of a known key, as this library has drawn them ever since: sums of the bits of 1000 numbers.
+# Of a known key, as this library has drawn them ever since: sums of the bits of 1000 numbers, and of 10007.
 BITS = {
-    ("uniform", F32): 53469371,
-    ("uniform", F64): 130468551,
-    ("normal", F32): 63056105,
-    ("normal", F64): 138238892,
-    ("exponential", F32): 54621759,
-    ("exponential", F64): 126278762,
-    ("integers", F32): 18542613,  # since they are made of one word
-    ("integers", F64): 18542613,
-    ("wide integers", F32): 78253988,
-    ("wide integers", F64): 78253988,
-    ("below", F32): 88059,
-    ("below", F64): 88059,
+    ("uniform", F32): (53469371, 530211085),
+    ("uniform", F64): (130468551, 1312899448),
+    ("normal", F32): (63056105, 636132006),
+    ("normal", F64): (138238892, 1392764402),
+    ("exponential", F32): (54621759, 543814158),
+    ("exponential", F64): (126278762, 1285152323),
+    ("integers", F32): (18542613, 172296930),  # since they are made of one word
+    ("integers", F64): (18542613, 172296930),
+    ("wide integers", F32): (78253988, 789678865),
+    ("wide integers", F64): (78253988, 789678865),
+    ("below", F32): (88059, 885082),
+    ("below", F64): (88059, 885082),
 }
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_numbers_of_a_seed_stay_what_they_were(name: str) -> None:
-    stream, part = Stream(KEY, DRAW, ATTEMPT, CPU), Part((1000,), (2000,), (1000,))
-    for dtype in (F32, F64):
-        y = ALL[name](stream, part, dtype).contiguous()
-        assert int(y.view(torch.uint8).long().mul(torch.arange(y.nbytes) % 251 + 1).sum()) == BITS[name, dtype]
+def test_the_numbers_of_a_seed_stay_what_they_were(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few, and of many on one thread of torch's and on several."""
+    stream, parts = (
+        Stream(KEY, DRAW, ATTEMPT, CPU),
+        (Part((1000,), (2000,), (1000,)), Part((10007,), (30021,), (10007,))),
+    )
+    for threads in (2**10, 0):
+        monkeypatch.setattr(philox, "_TORCHS_THREADS", threads)
+        for dtype in (F32, F64):
+            for part, bits in zip(parts, BITS[name, dtype], strict=True):
+                y = ALL[name](stream, part, dtype).contiguous()
+                assert int(y.view(torch.uint8).long().mul(torch.arange(y.nbytes) % 251 + 1).sum()) == bits
+
+
+def test_a_draw_that_another_thread_breaks_in_on_has_its_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    part, run, inside = Part((5,), (5,), (0,)), Program.run, list[Any]()
+
+    def draw(key: int) -> Tensor:
+        return distributions.normal(Stream(key, DRAW, ATTEMPT, CPU), part, F32)
+
+    def broken_in(program: Program) -> None:
+        if not inside:
+            inside.append(program)
+            inside.append(draw(2))
+        run(program)
+
+    first, second = draw(1), draw(2)
+    monkeypatch.setattr(Program, "run", broken_in)
+    assert draw(1).equal(first)
+    assert inside[1].equal(second)
+
+
+def test_a_context_is_entered_again_and_decorates(alone: mc.Mesh) -> None:
+    context = mc.rng("...", seed=3)
+    drawn = []
+    for _ in range(2):
+        with context:
+            drawn.append(torch.rand(5))
+
+    @mc.rng("...", seed=3)
+    def draw(depth: int) -> Tensor:
+        first = torch.rand(5)
+        if depth:
+            draw(depth - 1)
+        return torch.cat([first, torch.rand(5)])
+
+    with context:
+        both = torch.cat([torch.rand(5), torch.rand(5)])
+    assert drawn[0].equal(drawn[1])
+    assert draw(2).equal(both)
+    assert not torch.rand(5).equal(drawn[0])
 
 
 @pytest.mark.parametrize("with_numpy", [True, False])

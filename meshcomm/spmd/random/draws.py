@@ -135,10 +135,10 @@ class Draws(TorchFunctionMode):
         finally:
             self.source = None
 
-    def in_init(self, name: str) -> bool:
-        """Whether the function was called by one of nn.init's with this in its name."""
+    def in_init(self) -> str:
+        """The name of the one of nn.init's functions that has called the function; "" for others."""
         frame = self.source
-        return frame is not None and frame.f_globals.get("__name__") == "torch.nn.init" and name in frame.f_code.co_name
+        return frame.f_code.co_name if frame is not None and frame.f_globals is _INIT else ""
 
     def stream(self, device: torch.device) -> Stream:
         """The numbers of the next draw."""
@@ -150,14 +150,15 @@ class Draws(TorchFunctionMode):
                 fix="enter mc.rng inside of the function: backward computes it again outside of this context, and "
                 "would draw other numbers",
             )
+        init = self.in_init()
         # Each rank draws again as often as its own numbers need; for what comes next that must count as one draw.
         if self.source is not None and self.source is self.repeating:
             self.attempt += 1
         else:
             self.attempt = 0
             self.count += 1
-            self.repeating = self.source if self.in_init("trunc_normal") else None
-        if self.in_init("orthogonal") and not self.cut.leaves_whole():
+            self.repeating = self.source if "trunc_normal" in init else None
+        if "orthogonal" in init and not self.cut.leaves_whole():
             fail(
                 WHERE,
                 "nn.init.orthogonal_ makes the part of each rank orthogonal, and not the global tensor.",
@@ -206,7 +207,7 @@ class Draws(TorchFunctionMode):
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
 
-_CHECKPOINT = vars(torch.utils.checkpoint)
+_CHECKPOINT, _INIT = vars(torch.utils.checkpoint), vars(nn.init)
 
 
 def _checkpoints(frame: FrameType | None) -> int:

@@ -41,7 +41,7 @@ def _handles(*funcs: Any) -> Callable[[R], R]:
 
     def register(replacement: R) -> R:
         def handler(draws: Draws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if kwargs.pop("generator", None) is not None:
+            if kwargs and kwargs.pop("generator", None) is not None:
                 what = f"{called(func)} has a generator of its own, whose numbers differ or not as it was seeded."
                 fail(WHERE, what, fix="leave generator= out, or draw outside of the context")
             _plain(func, args)
@@ -149,8 +149,11 @@ def _new(
 ) -> Tensor:
     """What a function gives that makes a tensor."""
     like = args[0] if args and isinstance(args[0], Tensor) else kwargs.get("input")
-    given, out = kwargs.pop("device", None), kwargs.pop("out", None)
-    requires_grad, pinned = kwargs.pop("requires_grad", False), kwargs.pop("pin_memory", False)
+    given = out = None
+    requires_grad = pinned = False
+    if kwargs:
+        given, out = kwargs.pop("device", None), kwargs.pop("out", None)
+        requires_grad, pinned = kwargs.pop("requires_grad", False), kwargs.pop("pin_memory", False)
     if out is not None:
         given, kwargs = out.device, kwargs | {"dtype": out.dtype}
     elif given is None:
@@ -412,7 +415,7 @@ def _init_kaiming(
 
 def _size(draws: Draws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The global tensor's shape, where nn.init asks a part for its own to get the fans."""
-    if not draws.in_init("calculate_fan"):
+    if "calculate_fan" not in draws.in_init():
         return func(*args, **kwargs)
     whole = torch.Size(draws.part(args[0].shape, nn.init.xavier_uniform_).whole)
     return whole[args[1]] if len(args) > 1 else whole

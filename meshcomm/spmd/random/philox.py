@@ -314,11 +314,18 @@ class Plan:
             places = [list(range(first, first + length)) for first in firsts]
             self._places = torch.tensor(places, device="cpu").view(shape)
 
-    def draw(self, stream: Stream) -> Tensor:
-        """The numbers of this draw, or of this one and the next ones."""
-        self._memory[:] = stream.few_words(self._few).memory()
+    def draw(self, stream: Stream, which: Any) -> Tensor:
+        """The numbers of this draw, or of this one and the next ones. ``which``: as what it is kept from then on."""
+        length, ones, low, high, later = self._few
+        counter = low, stream.draw * ones + later, high, stream.attempt * ones
+        words, size = _words_of_ints(counter, stream.key, ones), 8 * length
+        self._memory[:] = b"".join([word.to_bytes(size, sys.byteorder) for word in words])
         self._program.run()
-        return self._made.clone() if self._places is None else torch.take(self._made, self._places)
+        y = self._made.clone() if self._places is None else torch.take(self._made, self._places)
+        if len(_plans) >= _PLANS:
+            _plans.clear()
+        _plans[which] = self
+        return y
 
 
 _plans: dict[Any, Plan] = {}
@@ -334,25 +341,25 @@ class Ahead:
         self._kind: Any = None
         self._first, self._last = 0, -2
         self._made: Any = ()
-        self._again = False
+        self.again = False
 
     def found(self, draw: int, kind: Any) -> Tensor | None:
         """The numbers of this draw, if they are made."""
         at = draw - self._first
         if self._kind != kind:
-            self._kind, self._again, self._made = kind, False, ()
+            self._kind, self.again, self._made = kind, False, ()
         elif 0 <= at < len(self._made):
             self._last = draw
             made: Tensor = self._made[at].clone()
             return made
         else:
-            self._again = draw == self._last + 1
+            self.again = draw == self._last + 1
         self._last = draw
         return None
 
     def count(self, draw: int, blocks: int) -> int:
         """How many draws to make now, beginning with this one, of so many blocks each."""
-        return max(1, min(_AHEAD // blocks, _MASK - draw)) if self._again else 1
+        return max(1, min(_AHEAD // blocks, _MASK - draw)) if self.again else 1
 
     def keep(self, made: Tensor) -> Tensor:
         """They are made: the first of them."""
@@ -386,21 +393,21 @@ class Stream(NamedTuple):
         """
         if 0 in part.shape:
             return torch.empty(part.shape, dtype=dtype, device=self.device)
-        numpy = numpy_now() if steps is not None and self.device.type == "cpu" else None
-        plain, ahead = self.device.type == "cpu" and plain_now(), self.ahead if self.attempt == 0 else None
-        which = kind, part, dtype
-        if plain and ahead is not None and (found := ahead.found(self.draw, which)) is not None:
+        plain = self.device.type == "cpu" and plain_now()
+        ahead = self.ahead if plain and self.attempt == 0 else None
+        which: Any = (kind, part, dtype)
+        if ahead is not None and (found := ahead.found(self.draw, which)) is not None:
             return found
+        if plain and (ahead is None or not ahead.again) and (plan := _plans.pop(which, None)) is not None:
+            return plan.draw(self, which)
         base, length, dims, exact, count, total = _blocks(part, per)
         few, draws = plain and total <= _FEW, 1
         if few and ahead is not None:
             draws = ahead.count(self.draw, total)
-        if few and steps is not None and numpy is not None:
-            plan = _plans.pop((which, draws), None) or Plan(numpy, part, draws, dtype, steps)
-            y = plan.draw(self)
-            if len(_plans) >= _PLANS:
-                _plans.clear()
-            _plans[which, draws] = plan
+        if few and steps is not None and (numpy := numpy_now()) is not None:
+            which = which if draws == 1 else (*which, draws)
+            plan = _plans.pop(which, None) or Plan(numpy, part, draws, dtype, steps)
+            y = plan.draw(self, which)
             return y if draws == 1 or ahead is None else ahead.keep(y)
         shape = part.shape if draws == 1 else (draws, *part.shape)
         y = torch.empty(shape, dtype=dtype, device=self.device)
@@ -432,7 +439,7 @@ class Stream(NamedTuple):
     ) -> Tensor:
         """Write all of them, so many blocks at a time that their words stay in the cache; gives where runs begin."""
         (total, per), device = values.shape, self.device
-        numpy = numpy_now() if device.type == "cpu" else None
+        numpy = numpy_now() if device.type == "cpu" and torch.get_num_threads() <= _TORCHS_THREADS else None
         on_cpu = _BY_NUMPY if numpy is not None else _ON_CPU * min(torch.get_num_threads(), _THREADS)
         chunk = min(total, {"cpu": on_cpu, "meta": total}.get(device.type, _ON_OTHERS))
         starts = torch.full((1,), base, dtype=torch.int64, device=device)
@@ -468,8 +475,8 @@ _ON_CPU, _THREADS, _ON_OTHERS = 2**16, 8, 2**24
 """Blocks at a time: for each of a few threads what stays in a cache and is worth a hundred calls, or what bounds the
 memory that is taken meanwhile.
 """
-_BY_NUMPY = 2**15
-"""Blocks at a time, of one thread."""
+_BY_NUMPY, _TORCHS_THREADS = 2**15, 2
+"""Blocks at a time for numpy, and up to how many threads of torch's its one is as fast."""
 _FEW = 2**9
 """Blocks whose words Python's integers give sooner than tensors do."""
 _AHEAD = 2**7

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 from meshcomm.collectives import check
@@ -18,8 +18,41 @@ from meshcomm.spmd.random.functions import handler_of
 from meshcomm.watch import drawing
 
 
-@contextlib.contextmanager
-def rng(layout: str | Collection[Any], *, seed: int | tuple[int, ...], mesh: Mesh | None = None) -> Iterator[None]:
+class Numbers(contextlib.ContextDecorator, contextlib.AbstractContextManager[None]):
+    """What :func:`rng` gives. Nothing is looked at before it is entered."""
+
+    def __init__(self, layout: Any, seed: Any, mesh: Any) -> None:
+        self._given = layout, seed, mesh
+        self._open: list[tuple[drawing, Draws]] = []
+
+    def __enter__(self) -> None:
+        layout, seed, mesh = self._given
+        over = check.mesh_of(WHERE, "", mesh)
+        place = over.axis(over.axis_names[0], WHERE).own_coordinate
+        text = as_text(layout)
+        if not isinstance(text, str):
+            parse(WHERE, text, over.shape)  # says what is wrong
+        cut, axes = _cut(text, key_of(over.shape), tuple(place.items()))
+        if over.reads is not None:
+            for name in axes:
+                over.reads.note(over.shape, (name,))
+        along, draws = drawing(axes, over), Draws(cut, _key(seed), handler_of)
+        along.__enter__()
+        draws.__enter__()  # type: ignore[no-untyped-call]
+        self._open.append((along, draws))
+
+    def __exit__(self, *exc: object) -> None:
+        along, draws = self._open.pop()
+        try:
+            draws.__exit__(*exc)
+        finally:
+            along.__exit__(*exc)
+
+    def _recreate_cm(self) -> Numbers:
+        return Numbers(*self._given)
+
+
+def rng(layout: str | Collection[Any], *, seed: int | tuple[int, ...], mesh: Mesh | None = None) -> Numbers:
     """Inside, torch's random functions draw this rank's part of a global tensor that does not depend on the mesh.
 
     ::
@@ -80,18 +113,7 @@ def rng(layout: str | Collection[Any], *, seed: int | tuple[int, ...], mesh: Mes
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011; ``jax.random`` under
         ``jax_threefry_partitionable``; DTensor's random operations, which draw what depends on the mesh.
     """
-    over = check.mesh_of(WHERE, "", mesh)
-    place = over.axis(over.axis_names[0], WHERE).own_coordinate
-    text = as_text(layout)
-    if not isinstance(text, str):
-        parse(WHERE, text, over.shape)  # says what is wrong
-    cut, axes = _cut(text, key_of(over.shape), tuple(place.items()))
-    if over.reads is not None:
-        for name in axes:
-            over.reads.note(over.shape, (name,))
-    draws = Draws(cut, _key(seed), handler_of)
-    with drawing(axes, over), draws:
-        yield
+    return Numbers(layout, seed, mesh)
 
 
 @functools.lru_cache(maxsize=256)
