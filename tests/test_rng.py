@@ -24,6 +24,7 @@ import meshcomm as mc
 from meshcomm.collectives.agree import fork_rng, sync_seed
 from meshcomm.runtime.start.workers import WorkerPool
 from meshcomm.spmd.random import distributions, philox
+from meshcomm.spmd.random.formats import DOUBLE, SINGLE
 from meshcomm.spmd.random.functions import handler_of
 from meshcomm.spmd.random.philox import Part, Stream
 from meshcomm.spmd.random.programs import Program
@@ -363,7 +364,7 @@ def test_roots_are_rounded_as_every_device_rounds_them(
 
 
 def test_logarithm_and_circle_to_the_ends_of_their_ranges() -> None:
-    for form, tolerance in ((distributions._DOUBLE, 1e-14), (distributions._SINGLE, 3e-7)):
+    for form, tolerance in ((DOUBLE, 1e-14), (SINGLE, 3e-7)):
         x = torch.cat(
             [torch.logspace(-19, 0, 999, base=10.0, dtype=F64), 1 - torch.logspace(-9, 0, 99, dtype=F64)[:-1]]
         )

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshcomm._torch import plain_now
+from meshcomm.spmd.random import arrays
+from meshcomm.spmd.random.formats import DOUBLE, SINGLE, Format
 from meshcomm.spmd.random.philox import Part, Stream, Words
-from meshcomm.spmd.random.programs import Calls, numpy_now
+from meshcomm.spmd.random.programs import numpy_now
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -36,21 +38,13 @@ def uniform(stream: Stream, part: Part, dtype: torch.dtype) -> Tensor:
             y = words.twice(out.view(torch.int64)).bitwise_right_shift_(11).bitwise_and_(2**53 - 1)
             torch.mul(y, _numbers(dtype)[2.0**-53], out=out)
 
-        return stream.fill(part, dtype, 2, make_double, "uniform")
+        return stream.fill(part, dtype, 2, make_double, "uniform", steps=arrays.uniforms(53))
     bits = _BITS[dtype]
 
     def make(words: Words, out: Tensor) -> None:
         out.copy_(words.bits(bits)).mul_(_numbers(torch.float32)[2.0**-bits])
 
-    def steps(numpy: Any, words: Any, out: Any) -> Calls:
-        x = numpy.empty(words.shape, numpy.float32)
-        return [
-            (numpy.right_shift, (words, numpy.array(32 - bits, numpy.uint32), words)),
-            (x.__setitem__, (..., words)),
-            (numpy.multiply, (x, numpy.array(2.0**-bits, numpy.float32), out.T)),
-        ]
-
-    return stream.fill(part, torch.float32, 4, make, "uniform", bits, steps=steps)
+    return stream.fill(part, torch.float32, 4, make, "uniform", bits, steps=arrays.uniforms(bits))
 
 
 def below(stream: Stream, part: Part, p: float | Tensor) -> Tensor:
@@ -61,12 +55,7 @@ def below(stream: Stream, part: Part, p: float | Tensor) -> Tensor:
         def make_flags(words: Words, out: Tensor) -> None:
             words.less(limit, out)
 
-        def steps_to_flags(numpy: Any, words: Any, out: Any) -> Calls:
-            if limit == 0:
-                return [(numpy.less, (words, numpy.array(0, numpy.uint32), out.T))]
-            return [(numpy.less_equal, (words, numpy.array(limit - 1, numpy.uint32), out.T))]
-
-        return stream.fill(part, torch.bool, 4, make_flags, "below", limit, steps=steps_to_flags)
+        return stream.fill(part, torch.bool, 4, make_flags, "below", limit, steps=arrays.flags(limit))
 
     def make(words: Words, out: Tensor) -> None:
         for row, column in words.columns(out):
@@ -89,16 +78,7 @@ def integers(stream: Stream, part: Part, low: int, high: int) -> Tensor:
             if low:
                 out.add_(low)
 
-        def steps(numpy: Any, words: Any, out: Any) -> Calls:
-            x = numpy.empty(words.shape, numpy.int64)
-            return [
-                (x.__setitem__, (..., words)),
-                (numpy.multiply, (x, numpy.array(span, numpy.int64), x)),
-                (numpy.right_shift, (x, numpy.array(32, numpy.int64), out.T)),
-                *([(numpy.add, (out, numpy.array(low, numpy.int64), out))] if low else []),
-            ]
-
-        return stream.fill(part, torch.int64, 4, make_short, "integers", low, high, steps=steps)
+        return stream.fill(part, torch.int64, 4, make_short, "integers", low, high, steps=arrays.integers(low, span))
 
     def make(words: Words, out: Tensor) -> None:
         words.twice(out)
@@ -123,15 +103,15 @@ def exponential(stream: Stream, part: Part, dtype: torch.dtype) -> Tensor:
 
         def make_double(words: Words, out: Tensor) -> None:
             y = words.twice(out.view(torch.int64)).bitwise_right_shift_(12).bitwise_and_(2**52 - 1)
-            out.copy_(_log(_above_zero(y, _DOUBLE), 52, _DOUBLE, -1.0))
+            out.copy_(_log(_above_zero(y, DOUBLE), 52, DOUBLE, -1.0))
 
-        return stream.fill(part, dtype, 2, make_double, "exponential")
+        return stream.fill(part, dtype, 2, make_double, "exponential", steps=arrays.exponentials(52))
 
     def make(words: Words, out: Tensor) -> None:
         for row, column in words.columns(out):
-            column.copy_(_log(_above_zero(row, _DOUBLE), 32, _DOUBLE, -1.0))
+            column.copy_(_log(_above_zero(row, DOUBLE), 32, DOUBLE, -1.0))
 
-    return stream.fill(part, torch.float32, 4, make, "exponential")
+    return stream.fill(part, torch.float32, 4, make, "exponential", steps=arrays.exponentials(32))
 
 
 def normal(stream: Stream, part: Part, dtype: torch.dtype) -> Tensor:
@@ -141,107 +121,29 @@ def normal(stream: Stream, part: Part, dtype: torch.dtype) -> Tensor:
         def make_double(words: Words, out: Tensor) -> None:
             y = words.twice(torch.empty_like(out, dtype=torch.int64))
             x, angle = (y[:, 0] >> 11).bitwise_and_(2**53 - 1), (y[:, 1] >> 10).bitwise_and_(2**53 - 1)
-            radius = _root(_log(_above_zero(x, _DOUBLE), 53, _DOUBLE, -2.0))
-            _on_circle(radius[None], angle[None], y[:, 1], 53, _DOUBLE, out)
+            radius = _root(_log(_above_zero(x, DOUBLE), 53, DOUBLE, -2.0))
+            _on_circle(radius[None], angle[None], y[:, 1], 53, DOUBLE, out)
 
-        return stream.fill(part, dtype, 2, make_double, "normal")
+        return stream.fill(part, dtype, 2, make_double, "normal", steps=arrays.normals(DOUBLE))
 
     def make(words: Words, out: Tensor) -> None:
         # Both pairs at once. The numbers of a pair need not stand side by side.
         x, side = words.halves(torch.float32, torch.int32)
-        radius = _root(_log(x.add_(_numbers(torch.float32)[0.5]), 32, _SINGLE, -2.0))
-        _on_circle(radius, side & _HALF, side, 31, _SINGLE, out)
+        radius = _root(_log(x.add_(_numbers(torch.float32)[0.5]), 32, SINGLE, -2.0))
+        _on_circle(radius, side & _HALF, side, 31, SINGLE, out)
 
-    return stream.fill(part, torch.float32, 4, make, "normal", steps=_steps_to_normals)
+    return stream.fill(part, torch.float32, 4, make, "normal", steps=arrays.normals(SINGLE))
 
 
 _HALF = 2**31 - 1
 
 
-def _steps_to_normals(numpy: Any, words: Any, out: Any) -> Calls:
-    """The same operations. Of few the series of the logarithm, begun with zeros, the cosine and the sine are one."""
-    n, form = words.shape[1], _SINGLE
-
-    def floats(number: Any) -> Any:
-        return numpy.array(number, numpy.float32)
-
-    def whole(number: int) -> Any:
-        return numpy.array(number, numpy.int32)
-
-    y, square = numpy.empty((2, 3, 2, n), numpy.float32)
-    x, (power, m), around = numpy.empty((3, 2, 2, n), numpy.float32)
-    turned, side = numpy.empty((2, n), numpy.int32), words[2:].view(numpy.int32)
-    (t, angle), radius = x, y[0]
-    bits, bits_of_m = t.view(numpy.int32), m.view(numpy.int32)
-    logs = [floats(factor * -2.0) for factor in form.log]
-    both = [floats(pair).reshape(2, 1, 1) for pair in form.cosine_and_sine]
-    if n > _FEW_TO_ADD:
-        series = [*_horner(numpy, square[0], logs, y[0]), *_horner(numpy, square[1], both, y[1:])]
-    else:  # one operation on all is sooner done than one on each
-        logs += [floats(0.0)] * (len(both) - len(logs))
-        columns = [numpy.array([[[log]], *pair], numpy.float32) for log, pair in zip(logs, both, strict=True)]
-        columns = [each.repeat(2, 1).repeat(n, 2) for each in columns]
-        series = [(square[2].__setitem__, (..., square[1])), *_horner(numpy, square, columns, y)]
-    return [
-        (numpy.bitwise_and, (side, whole(_HALF), turned)),
-        (numpy.subtract, (turned, whole(2**30), turned)),
-        (t.__setitem__, (..., words[:2])),
-        (angle.__setitem__, (..., turned)),
-        (numpy.add, (x, floats(0.5), x)),
-        (numpy.multiply, (angle, floats(math.pi * 2.0**-31), angle)),
-        # x = m * 2**e
-        (numpy.subtract, (bits, whole(form.half_root + (32 << form.fraction)), bits)),
-        (numpy.bitwise_and, (bits, whole(2**form.fraction - 1), bits_of_m)),
-        (numpy.add, (bits_of_m, whole(form.half_root), bits_of_m)),
-        (numpy.right_shift, (bits, whole(form.fraction), bits)),
-        (power.__setitem__, (..., bits)),
-        (numpy.multiply, (power, floats(math.log(2) * -2.0), power)),
-        (numpy.add, (m, floats([[[-1.0]], [[1.0]]]), around)),
-        (numpy.divide, (*around, t)),
-        (numpy.multiply, (x, x, square[:2])),
-        *series,
-        (numpy.multiply, (y[::2], x, y[::2])),
-        (numpy.add, (radius, power, radius)),
-        (numpy.sqrt, (radius, radius)),
-        (numpy.bitwise_and, (side, whole(form.sign), side)),
-        (numpy.bitwise_xor, (radius.view(numpy.int32), side, radius.view(numpy.int32))),
-        (numpy.multiply, (y[1:], radius, out.reshape(n, 2, 2).T)),
-    ]
-
-
-def _horner(numpy: Any, x: Any, factors: Sequence[Any], y: Any) -> Calls:
-    """``y`` is the series with these factors, lowest power first."""
-    *rest, second, first = factors
-    each = [call for factor in rest[::-1] for call in ((numpy.multiply, (y, x, y)), (numpy.add, (y, factor, y)))]
-    return [(numpy.multiply, (x, first, y)), (numpy.add, (y, second, y)), *each]
-
-
-_FEW_TO_ADD = 2**9
-"""Blocks for which numbers are repeated."""
-
-
-class _Format(NamedTuple):
-    """How a floating-point format is laid out, and series as long as it is precise."""
-
-    dtype: torch.dtype
-    bits: torch.dtype
-    """Integers of the same width."""
-    fraction: int
-    """How many bits of it are the fraction."""
-    sign: int
-    """The bit of the sign alone."""
-    half_root: int
-    """The bits of the number nearest to the root of a half."""
-    log: Sequence[float]
-    cosine_and_sine: Sequence[tuple[float, float]]
-
-
-def _above_zero(word: Tensor, form: _Format) -> Tensor:
+def _above_zero(word: Tensor, form: Format) -> Tensor:
     """From so many bits a number above 0, a half more; as fine as the format is where it is small."""
     return word.to(form.dtype).add_(_numbers(form.dtype)[0.5])
 
 
-def _on_circle(radius: Tensor, angle: Tensor, side: Tensor, bits: int, form: _Format, out: Tensor) -> None:
+def _on_circle(radius: Tensor, angle: Tensor, side: Tensor, bits: int, form: Format, out: Tensor) -> None:
     """The points with these radii, two columns of ``out`` for each row, at ``angle`` of the half of the circle around
     the first axis, which ``2**bits`` divide, or opposite to it where the highest bit of ``side`` is set.
     """
@@ -255,7 +157,7 @@ def _on_circle(radius: Tensor, angle: Tensor, side: Tensor, bits: int, form: _Fo
         torch.complex(cosine, sine, out=column)
 
 
-def _cosine_and_sine(square: Tensor, form: _Format) -> Tensor:
+def _cosine_and_sine(square: Tensor, form: Format) -> Tensor:
     """Both side by side along the dim before the last one, where ``square`` has length 1; the sine over the angle."""
     if square.device.type == "cpu":
         return _polynomial(square, form.cosine_and_sine)
@@ -271,7 +173,7 @@ def _polynomial(x: Tensor, factors: Sequence[Any]) -> Tensor:
     return y
 
 
-def _log(x: Tensor, down: int, form: _Format, scale: float) -> Tensor:
+def _log(x: Tensor, down: int, form: Format, scale: float) -> Tensor:
     """Of a positive number over ``2**down``, times a power of two: ``x = m * 2**e`` with m around 1, and ``log m =
     2 artanh((m - 1) / (m + 1))``. ``x`` is written over.
     """
@@ -328,22 +230,3 @@ def _numbers(dtype: torch.dtype) -> _Numbers:
     if not plain_now():
         return _Numbers(dtype, kept=False)
     return _kept.get(dtype) or _kept.setdefault(dtype, _Numbers(dtype, kept=True))
-
-
-def _artanh(terms: int) -> list[float]:
-    return [2 / (2 * k + 1) for k in range(terms)]
-
-
-def _taylor(first: int, terms: int) -> list[float]:
-    return [(-1) ** k / math.factorial(first + 2 * k) for k in range(terms)]
-
-
-def _circle(terms: int) -> list[tuple[float, float]]:
-    cosine, sine = _taylor(0, terms), _taylor(1, terms)
-    return list(zip(cosine, sine, strict=True))
-
-
-_DOUBLE = _Format(
-    torch.float64, torch.int64, 52, -(2**63), 0x3FE6A09E667F3BCD, _artanh(9), [*_circle(10), (_taylor(0, 11)[10], 0.0)]
-)
-_SINGLE = _Format(torch.float32, torch.int32, 23, -(2**31), 0x3F3504F3, _artanh(5), _circle(7))

@@ -302,15 +302,15 @@ class Plan:
 
     __slots__ = ("_few", "_made", "_memory", "_places", "_program")
 
-    def __init__(self, numpy: Any, part: Part, draws: int, dtype: torch.dtype, steps: Steps) -> None:
-        starts, self._few = _few(part, 4, draws)
+    def __init__(self, numpy: Any, part: Part, per: int, draws: int, dtype: torch.dtype, steps: Steps) -> None:
+        starts, self._few = _few(part, per, draws)
         lanes = numpy.empty((4, self._few.length), numpy.uint64)
-        self._memory, self._program = memoryview(lanes).cast("B"), Program(low_halves(lanes), dtype, steps)
-        made, (_, length, _, exact, count, _) = self._program.made, _blocks(part, 4)
+        self._memory, self._program = memoryview(lanes).cast("B"), Program(low_halves(lanes), per, dtype, steps)
+        made, (_, length, _, exact, count, _) = self._program.made, _blocks(part, per)
         shape = part.shape if draws == 1 else (draws, *part.shape)
         self._made, self._places = made.view(shape) if exact else made.view(-1), None
         if not exact:
-            firsts = [4 * count * at + start % 4 for at, start in enumerate(starts)]
+            firsts = [per * count * at + start % per for at, start in enumerate(starts)]
             places = [list(range(first, first + length)) for first in firsts]
             self._places = torch.tensor(places, device="cpu").view(shape)
 
@@ -406,7 +406,7 @@ class Stream(NamedTuple):
             draws = ahead.count(self.draw, total)
         if few and steps is not None and (numpy := numpy_now()) is not None:
             which = which if draws == 1 else (*which, draws)
-            plan = _plans.pop(which, None) or Plan(numpy, part, draws, dtype, steps)
+            plan = _plans.pop(which, None) or Plan(numpy, part, per, draws, dtype, steps)
             y = plan.draw(self, which)
             return y if draws == 1 or ahead is None else ahead.keep(y)
         shape = part.shape if draws == 1 else (draws, *part.shape)
@@ -464,7 +464,7 @@ class Stream(NamedTuple):
                 make(made, values[at : at + chunk])
                 continue
             if program is None or len(program.made) != len(some):
-                program = Program(numpy.empty((4, len(some)), numpy.uint32), values.dtype, steps)
+                program = Program(numpy.empty((4, len(some)), numpy.uint32), per, values.dtype, steps)
             made.copy_into(program.words)
             program.run()
             values[at : at + chunk].copy_(program.made)

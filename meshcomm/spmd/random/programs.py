@@ -17,7 +17,7 @@ Calls = Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]
 """Functions, each with what it is given."""
 Steps = Callable[[Any, Any, Any], Calls]
 """``steps(numpy, words, out)``: the calls that make of words, a uint32 ``[4, n]`` that they may write over, the numbers
-of as many blocks, ``[n, 4]``.
+of as many blocks, ``[n, per]``.
 """
 
 
@@ -26,8 +26,8 @@ class Program:
 
     __slots__ = ("_steps", "made", "words")
 
-    def __init__(self, words: Any, dtype: torch.dtype, steps: Steps) -> None:
-        self.words, self.made = words, torch.empty((words.shape[1], 4), dtype=dtype, device="cpu")
+    def __init__(self, words: Any, per: int, dtype: torch.dtype, steps: Steps) -> None:
+        self.words, self.made = words, torch.empty((words.shape[1], per), dtype=dtype, device="cpu")
         self._steps = steps(_numpy(), words, self.made.numpy())
 
     def run(self) -> None:
