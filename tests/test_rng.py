@@ -26,7 +26,8 @@ from meshcomm.runtime.start.workers import WorkerPool
 from meshcomm.spmd.random import distributions, philox
 from meshcomm.spmd.random.formats import DOUBLE, SINGLE
 from meshcomm.spmd.random.functions import handler_of
-from meshcomm.spmd.random.philox import Part, Stream
+from meshcomm.spmd.random.parts import Part
+from meshcomm.spmd.random.philox import Stream
 from meshcomm.spmd.random.programs import Program
 from meshcomm.spmd.random.rng import rng
 from meshcomm.watch import here

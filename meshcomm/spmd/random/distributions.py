@@ -18,7 +18,8 @@ from torch import Tensor
 from meshcomm._torch import plain_now
 from meshcomm.spmd.random import arrays
 from meshcomm.spmd.random.formats import DOUBLE, SINGLE, Format
-from meshcomm.spmd.random.philox import Part, Stream, Words
+from meshcomm.spmd.random.parts import Part
+from meshcomm.spmd.random.philox import Stream, Words
 from meshcomm.spmd.random.programs import numpy_now
 
 

@@ -20,7 +20,8 @@ from meshcomm.errors import fail
 from meshcomm.layout.notation import Layout
 from meshcomm.layout.shapes import fit
 from meshcomm.runtime.process.accelerator import with_doubles
-from meshcomm.spmd.random.philox import Ahead, Part, Stream
+from meshcomm.spmd.random.parts import Part
+from meshcomm.spmd.random.philox import Ahead, Stream
 from meshcomm.watch import here
 
 WHERE = "rng"

@@ -18,7 +18,8 @@ from meshcomm.collectives.check import whole_number
 from meshcomm.errors import fail, shape_text
 from meshcomm.spmd.random import distributions
 from meshcomm.spmd.random.draws import WHERE, Draws, Handler, called, noted_as_drawn
-from meshcomm.spmd.random.philox import Part, Stream
+from meshcomm.spmd.random.parts import Part
+from meshcomm.spmd.random.philox import Stream
 from meshcomm.spmd.types.rules.torch_rules import kind_of
 
 _handlers: dict[Any, Handler | None] = {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import struct
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from meshcomm._torch import plain_now
+from meshcomm.spmd.random.parts import Part, blocks_of
 from meshcomm.spmd.random.programs import Program, Steps, high_halves, low_halves, numpy_now
 
 _MASK = 0xFFFFFFFF
@@ -222,48 +222,7 @@ class FewWords(Words):
         return self._tensor([word >> (32 - count) & mask for word in self._ints]).t()
 
 
-# ------------------------------------------------------------------------------------------------- parts of a tensor
-
-
-class Part(NamedTuple):
-    """The box of a global tensor that a rank holds."""
-
-    shape: tuple[int, ...]
-    whole: tuple[int, ...]
-    """The shape of the global tensor."""
-    start: tuple[int, ...]
-    """Where the box begins."""
-
-    def runs(self) -> tuple[int, int, list[tuple[int, int]]]:
-        """Runs of elements that are neighbours in the global tensor: where the first begins, how long each is, and the
-        counts and strides of the dims that lead from one to the others.
-        """
-        base, length, stride, at = 0, 1, 1, len(self.shape)
-        while at:
-            at -= 1
-            base += self.start[at] * stride
-            length *= self.shape[at]
-            stride *= self.whole[at]
-            if self.shape[at] != self.whole[at]:
-                break
-        dims = []
-        for count, whole, start in zip(
-            self.shape[:at][::-1], self.whole[:at][::-1], self.start[:at][::-1], strict=True
-        ):
-            base += start * stride
-            dims.append((count, stride))
-            stride *= whole
-        return base, length, dims
-
-
-@functools.lru_cache(maxsize=1024)
-def _blocks(part: Part, per: int) -> tuple[int, int, list[tuple[int, int]], bool, int, int]:
-    """Its runs, whether they are of whole blocks of so many numbers, how many blocks one touches, and all of them."""
-    base, length, dims = part.runs()
-    exact = not any(each % per for each in (base, length, *(stride for _, stride in dims)))
-    # How many blocks a run touches: exactly, or at most if that differs between runs.
-    count = -(-(base % per + length) // per) if exact or not dims else (length + 2 * per - 2) // per
-    return base, length, dims, exact, count, count * math.prod(many for many, _ in dims)
+# ------------------------------------------------------------------------------------------------------ what is drawn
 
 
 class Few(NamedTuple):
@@ -281,7 +240,7 @@ class Few(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def _few(part: Part, per: int, draws: int) -> tuple[list[int], Few]:
     """Where the runs of a part begin, in each of so many draws, and their blocks."""
-    base, _, dims, _, count, total = _blocks(part, per)
+    base, _, dims, _, count, total = blocks_of(part, per)
     starts = [base]
     for many, stride in dims:
         starts = [step + start for step in range(0, many * stride, stride) for start in starts]
@@ -306,7 +265,7 @@ class Plan:
         starts, self._few = _few(part, per, draws)
         lanes = numpy.empty((4, self._few.length), numpy.uint64)
         self._memory, self._program = memoryview(lanes).cast("B"), Program(low_halves(lanes), per, dtype, steps)
-        made, (_, length, _, exact, count, _) = self._program.made, _blocks(part, per)
+        made, (_, length, _, exact, count, _) = self._program.made, blocks_of(part, per)
         shape = part.shape if draws == 1 else (draws, *part.shape)
         self._made, self._places = made.view(shape) if exact else made.view(-1), None
         if not exact:
@@ -400,7 +359,7 @@ class Stream(NamedTuple):
             return found
         if plain and (ahead is None or not ahead.again) and (plan := _plans.pop(which, None)) is not None:
             return plan.draw(self, which)
-        base, length, dims, exact, count, total = _blocks(part, per)
+        base, length, dims, exact, count, total = blocks_of(part, per)
         few, draws = plain and total <= _FEW, 1
         if few and ahead is not None:
             draws = ahead.count(self.draw, total)
@@ -418,7 +377,7 @@ class Stream(NamedTuple):
             starts, lanes = _few(part, per, draws)
             make(self.few_words(lanes), values)
         else:
-            starts = self._fill_many(values, base, count, dims, make, steps)
+            starts = self._fill_many(values, base, count, dims, make, steps, (kind, dtype))
         if not exact:
             self._pick(y.view(-1, length), values.view(-1, count * per), per, starts if dims else base)
         if draws > 1 and ahead is not None:
@@ -435,7 +394,14 @@ class Stream(NamedTuple):
         torch.gather(rows, 1, places[:, None] + torch.arange(length, device=self.device), out=into)
 
     def _fill_many(
-        self, values: Tensor, base: int, count: int, dims: list[tuple[int, int]], make: _Make, steps: Steps | None
+        self,
+        values: Tensor,
+        base: int,
+        count: int,
+        dims: list[tuple[int, int]],
+        make: _Make,
+        steps: Steps | None,
+        which: Any,
     ) -> Tensor:
         """Write all of them, so many blocks at a time that their words stay in the cache; gives where runs begin."""
         (total, per), device = values.shape, self.device
@@ -451,23 +417,31 @@ class Stream(NamedTuple):
             blocks = ((starts // per)[:, None] + blocks).view(-1)
         first, last = base // per, (base + sum((many - 1) * stride for many, stride in dims)) // per + count - 1
         rounds, high = Rounds(self.key, numpy), first >> 32
-        program = None
-        room = torch.empty((8, chunk), dtype=torch.int64, device=device)
+        kept = _rooms.pop(which, None) if numpy is not None and chunk == _BY_NUMPY else None
+        with torch.inference_mode(False):
+            room, program = kept or (torch.empty((8, chunk), dtype=torch.int64, device=device), None)
         for at in range(0, total, chunk):
             *spare, low = room[:6, : min(chunk, total - at)].unbind()
             some = blocks[at : at + chunk] if dims else torch.add(blocks[: total - at], first + at, out=low)
             above = high if last >> 32 == high else torch.bitwise_right_shift(some, rounds.half, out=spare.pop())
-            torch.bitwise_and(some, rounds.mask, out=low)
+            if dims or last > _MASK:
+                torch.bitwise_and(some, rounds.mask, out=low)
             words = rounds.words([low, self.draw, above, self.attempt], spare)
             made = Words(rounds, words, room[6:].view(chunk, 2)[: len(some)])
             if steps is None or numpy is None:
                 make(made, values[at : at + chunk])
                 continue
-            if program is None or len(program.made) != len(some):
-                program = Program(numpy.empty((4, len(some)), numpy.uint32), per, values.dtype, steps)
-            made.copy_into(program.words)
-            program.run()
-            values[at : at + chunk].copy_(program.made)
+            fits = program
+            if fits is None or len(fits.made) != len(some):
+                fits = Program(numpy.empty((4, len(some)), numpy.uint32), per, values.dtype, steps)
+                program = program or fits
+            made.copy_into(fits.words)
+            fits.run()
+            values[at : at + chunk].copy_(fits.made)
+        if numpy is not None and chunk == _BY_NUMPY:
+            if len(_rooms) >= _ROOMS:
+                _rooms.clear()
+            _rooms[which] = room, program
         return starts
 
 
@@ -477,6 +451,9 @@ memory that is taken meanwhile.
 """
 _BY_NUMPY, _TORCHS_THREADS = 2**15, 2
 """Blocks at a time for numpy, and up to how many threads of torch's its one is as fast."""
+_ROOMS = 2
+"""Kinds of draws whose room is kept, 4 to 8 MB: fresh pages cost as much as a tenth of what is written to them."""
+_rooms: dict[Any, tuple[Tensor, Program | None]] = {}
 _FEW = 2**9
 """Blocks whose words Python's integers give sooner than tensors do."""
 _AHEAD = 2**7

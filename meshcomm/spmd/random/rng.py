@@ -95,7 +95,7 @@ def rng(layout: str | Collection[Any], *, seed: int | tuple[int, ...], mesh: Mes
     Backward: that of the functions themselves; dropout's gradient is dropped where its input was.
 
     Cost: nothing is communicated. A number takes some 22 operations on int64, a normal one 20 more on floats; a draw
-        some 15 to 30 µs at least, and up to 70 µs where a small one is not like the one before.
+        some 15 to 30 µs at least, and up to 40 µs where a small one is not like the one before.
 
     Raises:
         MeshError: a layout that is none, or that does not fit a tensor; a seed that is no int; called outside a rank; a
