@@ -327,6 +327,17 @@ def test_a_draw_that_another_thread_breaks_in_on_has_its_own_numbers(monkeypatch
     assert inside[1].equal(second)
 
 
+def test_what_is_compiled_draws_the_same(alone: mc.Mesh) -> None:
+    """Of numpy's arrays dynamo would make tensors of its own."""
+
+    def draw() -> Tensor:
+        with mc.rng("...", seed=3):
+            return torch.randn(5)
+
+    wanted = draw()
+    assert torch.compile(draw, backend="eager")().equal(wanted)
+
+
 def test_a_context_is_entered_again_and_decorates(alone: mc.Mesh) -> None:
     context = mc.rng("...", seed=3)
     drawn = []

@@ -125,7 +125,7 @@ def normals(form: Format) -> Steps:
     return steps
 
 
-_FEW_TO_ADD = 2**9
+_FEW_TO_ADD = 2**7
 """Blocks for which numbers are repeated."""
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshcomm._torch import plain_now
+from meshcomm._torch import out_of_graphs, plain_now
 from meshcomm.spmd.random.parts import Part, blocks_of
 from meshcomm.spmd.random.programs import Program, Steps, high_halves, low_halves, numpy_now
 
@@ -61,8 +61,10 @@ class Rounds:
         """Four random words of 32 bits for a counter of four, each an int or a tensor; above the 32 bits the second and
         the last one may be anything. The counter's tensors are written over, and so are the ``spare`` ones, six in all.
         """
-        if self.numpy is None:
-            return self._words(counter, [*spare])
+        return self._words(counter, [*spare]) if self.numpy is None else self._words_of_arrays(counter, spare)
+
+    @out_of_graphs
+    def _words_of_arrays(self, counter: Sequence[Any], spare: Sequence[Tensor]) -> list[Any]:
         unsigned, signed = self.numpy.uint64, self.numpy.int64
         given = [c if isinstance(c, int) else c.numpy().view(unsigned) for c in counter]
         words = self._words(given, [each.numpy().view(unsigned) for each in spare])
@@ -135,6 +137,7 @@ class Words:
         """``words``: as they come from the rounds; ``room``: an int64 ``[n, 2]``."""
         self._rounds, self._words, self._room = rounds, words, room
 
+    @out_of_graphs
     def copy_into(self, words: Any) -> None:
         """All of them: a uint32 ``[4, n]``, an array."""
         for into, word in zip(words, self._words, strict=True):
@@ -261,6 +264,7 @@ class Plan:
 
     __slots__ = ("_few", "_made", "_memory", "_places", "_program")
 
+    @out_of_graphs
     def __init__(self, numpy: Any, part: Part, per: int, draws: int, dtype: torch.dtype, steps: Steps) -> None:
         starts, self._few = _few(part, per, draws)
         lanes = numpy.empty((4, self._few.length), numpy.uint64)
@@ -273,6 +277,7 @@ class Plan:
             places = [list(range(first, first + length)) for first in firsts]
             self._places = torch.tensor(places, device="cpu").view(shape)
 
+    @out_of_graphs
     def draw(self, stream: Stream, which: Any) -> Tensor:
         """The numbers of this draw, or of this one and the next ones. ``which``: as what it is kept from then on."""
         length, ones, low, high, later = self._few
@@ -357,7 +362,8 @@ class Stream(NamedTuple):
         which: Any = (kind, part, dtype)
         if ahead is not None and (found := ahead.found(self.draw, which)) is not None:
             return found
-        if plain and (ahead is None or not ahead.again) and (plan := _plans.pop(which, None)) is not None:
+        lone = plain and (ahead is None or not ahead.again) and not torch.compiler.is_compiling()
+        if lone and (plan := _plans.pop(which, None)) is not None:
             return plan.draw(self, which)
         base, length, dims, exact, count, total = blocks_of(part, per)
         few, draws = plain and total <= _FEW, 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from meshcomm._torch import plain_now
+from meshcomm._torch import out_of_graphs, plain_now
 
 Calls = Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]
 """Functions, each with what it is given."""
@@ -26,10 +26,12 @@ class Program:
 
     __slots__ = ("_steps", "made", "words")
 
+    @out_of_graphs
     def __init__(self, words: Any, per: int, dtype: torch.dtype, steps: Steps) -> None:
         self.words, self.made = words, torch.empty((words.shape[1], per), dtype=dtype, device="cpu")
         self._steps = steps(_numpy(), words, self.made.numpy())
 
+    @out_of_graphs
     def run(self) -> None:
         """What is made of ``words`` is in ``made``, whose memory is written over next time."""
         for call, given in self._steps:
@@ -47,8 +49,10 @@ def high_halves(numbers: Any) -> Any:
 
 
 def numpy_now() -> Any:
-    """numpy, where it can have the memory of tensors of the CPU: torch knows it, and they are plain."""
-    return _numpy() if plain_now() else None
+    """numpy, where it can have the memory of tensors of the CPU: torch knows it, they are plain, and nothing is traced,
+    for then torch's own numpy would take its place.
+    """
+    return _numpy() if plain_now() and not torch.compiler.is_compiling() else None
 
 
 @functools.cache
