@@ -327,6 +327,7 @@ def test_a_draw_that_another_thread_breaks_in_on_has_its_own_numbers(monkeypatch
     assert inside[1].equal(second)
 
 
+@pytest.mark.filterwarnings("ignore")  # dynamo looks into what is cached
 def test_what_is_compiled_draws_the_same(alone: mc.Mesh) -> None:
     """Of numpy's arrays dynamo would make tensors of its own."""
 

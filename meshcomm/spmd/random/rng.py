@@ -7,6 +7,7 @@ import functools
 from collections.abc import Collection
 from typing import Any
 
+from meshcomm._torch import out_of_graphs
 from meshcomm.collectives import check
 from meshcomm.errors import fail
 from meshcomm.layout.notation import as_text, parse
@@ -25,6 +26,7 @@ class Numbers(contextlib.ContextDecorator, contextlib.AbstractContextManager[Non
         self._given = layout, seed, mesh
         self._open: list[tuple[drawing, Draws]] = []
 
+    @out_of_graphs
     def __enter__(self) -> None:
         layout, seed, mesh = self._given
         over = check.mesh_of(WHERE, "", mesh)
@@ -41,6 +43,7 @@ class Numbers(contextlib.ContextDecorator, contextlib.AbstractContextManager[Non
         draws.__enter__()  # type: ignore[no-untyped-call]
         self._open.append((along, draws))
 
+    @out_of_graphs
     def __exit__(self, *exc: object) -> None:
         along, draws = self._open.pop()
         try:
