@@ -327,16 +327,13 @@ def test_a_draw_that_another_thread_breaks_in_on_has_its_own_numbers(monkeypatch
     assert inside[1].equal(second)
 
 
-@pytest.mark.filterwarnings("ignore")  # dynamo looks into what is cached
-def test_what_is_compiled_draws_the_same(alone: mc.Mesh) -> None:
-    """Of numpy's arrays dynamo would make tensors of its own."""
-
-    def draw() -> Tensor:
-        with mc.rng("...", seed=3):
-            return torch.randn(5)
-
-    wanted = draw()
-    assert torch.compile(draw, backend="eager")().equal(wanted)
+def test_dynamo_leaves_the_arrays_of_numpy_alone() -> None:
+    """Of which it would make tensors of its own, where it begins anew inside of a draw."""
+    stream, part = Stream(KEY, DRAW, ATTEMPT, CPU), Part((5,), (5,), (0,))
+    wanted = distributions.normal(stream, part, F32)
+    which = (("normal",), part, F32)
+    plan = philox._plans[which]
+    assert torch.compile(plan.draw, backend="eager")(stream, which).equal(wanted)
 
 
 def test_a_context_is_entered_again_and_decorates(alone: mc.Mesh) -> None:
