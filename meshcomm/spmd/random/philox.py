@@ -383,7 +383,8 @@ class Stream(NamedTuple):
             starts, lanes = _few(part, per, draws)
             make(self.few_words(lanes), values)
         else:
-            starts = self._fill_many(values, base, count, dims, make, steps, (kind, dtype))
+            by_numpy = steps if dtype is not torch.int64 else None  # which are 8 bytes each to copy
+            starts = self._fill_many(values, base, count, dims, make, by_numpy, (kind, dtype))
         if not exact:
             self._pick(y.view(-1, length), values.view(-1, count * per), per, starts if dims else base)
         if draws > 1 and ahead is not None:
