@@ -33,9 +33,9 @@ class Parts(NamedTuple):
     """What they are multiplied by on the way."""
 
     @property
-    def shape(self) -> tuple[int]:
+    def shape(self) -> torch.Size:
         """Of all together."""
-        return (sum(part.numel() for part in self.parts),)
+        return torch.Size((sum(part.numel() for part in self.parts),))
 
     @property
     def nbytes(self) -> int:
@@ -136,7 +136,7 @@ class Link(Primitives, Protocol):
         """The same link in a form that compiles."""
 
     def takes_parts(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether it has ``sum_parts`` of such tensors."""
+        """Whether it has ``sum_parts`` and ``scatter_parts`` of such tensors."""
 
     def sum_parts(self, x: Parts) -> Tensor:
         """all_reduce (sum) of what nobody has put together."""
@@ -150,6 +150,9 @@ class Link(Primitives, Protocol):
 
     def all_reduce_own(self, x: Tensor, op: str) -> Tensor:
         """all_reduce of a tensor that nobody else has: its memory may become the result's."""
+
+    def scatter_parts(self, x: Parts, op: str) -> Tensor:
+        """``[k]``: scatter_flat of what they are together, ``[n * k]``; the factor is 1."""
 
     def gather_flat(self, x: Tensor, empty: Empty | None = None) -> Tensor:
         """``[k, *s] -> [n * k, *s]``: all_gather, one behind the other. ``empty``: where the result may lie."""
@@ -209,6 +212,10 @@ class Defaults:
 
     def sum_parts(self, x: Parts) -> Tensor:
         """Nobody calls it."""
+        raise NotImplementedError
+
+    def scatter_parts(self, x: Parts, op: str) -> Tensor:
+        """Nor this."""
         raise NotImplementedError
 
     def all_reduce_own(self: Any, x: Tensor, op: str) -> Any:
