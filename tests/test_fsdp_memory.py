@@ -284,7 +284,7 @@ def in_parts() -> None:
                 parts = [torch.randn(length, generator=generator).to(own) for length in lengths]
                 for op in ("sum", "mean", "max"):
                     assert for_later(True, link.takes_parts, parts[0].device, wanted)
-                    found = settled(for_later(True, link.scatter_parts, Parts(parts, wanted), op))
+                    found = settled(for_later(True, link.scatter_parts, Parts(parts, wanted, rows=mesh.size), op))
                     whole = torch.cat(parts).to(wanted)
                     assert found.dtype == wanted
                     assert torch.equal(found, link.scatter_flat(whole, op)), (wanted, own, lengths, op)

@@ -231,7 +231,7 @@ class Group:
         if torch.is_grad_enabled():
             return self.layout.buffer.join(whole, like).to(wanted)
         if later and for_later(True, policy.axis.link.takes_parts, device, wanted):
-            return Parts(self.layout.buffer.parts(whole, like), wanted)
+            return Parts(self.layout.buffer.parts(whole, like), wanted, rows=policy.axis.size)
         kind = like if wanted == like.dtype else like.new_empty(0, dtype=wanted)
         return self.layout.buffer.join(whole, like, self.owner.memory.empty(kind, self.layout.total))
 
@@ -242,9 +242,9 @@ class Group:
         counts.reductions += 1
         counts.bytes_reduced += packed.nbytes
         if isinstance(packed, Parts):
-            given, dtype, shape = (0, self.policy.op, None), packed.dtype, packed.shape
-            tree = ((f" of {self.unit}", dtype, tuple(shape)),) if link.watched or link.hears else ()
-            with calling(axis, _SCATTER.noted(given, dtype, shape, tree, False, axis)):
+            given, dtype, shape = (0, self.policy.op, None), packed.dtype, (self.layout.total,)
+            tree = ((f" of {self.unit}", dtype, shape),) if link.watched or link.hears else ()
+            with calling(axis, _SCATTER.noted(given, dtype, torch.Size(shape), tree, False, axis)):
                 return link.scatter_parts(packed, self.policy.op)
         if axis.size == 1 or packed.requires_grad or ((link.watched or link.hears) and _is_told(axis, packed)):
             return self._told(_SCATTER, packed, axis, (0, self.policy.op, None))

@@ -31,16 +31,19 @@ class Parts(NamedTuple):
     dtype: torch.dtype
     factor: float = 1.0
     """What they are multiplied by on the way."""
+    rows: int = 0
+    """In how many rows they lie, if it is a tensor of two dims."""
 
     @property
     def shape(self) -> torch.Size:
         """Of all together."""
-        return torch.Size((sum(part.numel() for part in self.parts),))
+        total = sum(part.numel() for part in self.parts)
+        return torch.Size((self.rows, total // self.rows) if self.rows else (total,))
 
     @property
     def nbytes(self) -> int:
         """Of all together."""
-        return self.shape[0] * self.dtype.itemsize
+        return self.shape.numel() * self.dtype.itemsize
 
 
 class Primitives(Protocol):
@@ -152,7 +155,7 @@ class Link(Primitives, Protocol):
         """all_reduce of a tensor that nobody else has: its memory may become the result's."""
 
     def scatter_parts(self, x: Parts, op: str) -> Tensor:
-        """``[k]``: scatter_flat of what they are together, ``[n * k]``; the factor is 1."""
+        """``[n, k] -> [k]``: reduce_scatter of what they are together; the factor is 1."""
 
     def gather_flat(self, x: Tensor, empty: Empty | None = None) -> Tensor:
         """``[k, *s] -> [n * k, *s]``: all_gather, one behind the other. ``empty``: where the result may lie."""

@@ -220,8 +220,7 @@ class DryLink(Defaults):
 
     def scatter_parts(self, x: Parts, op: str) -> Tensor:
         """Of which this rank gets one of n parts."""
-        (total,) = x.shape
-        return self._reduced((total // self.size,), torch.empty(0, dtype=x.dtype, device="cpu"), op, cut=True)
+        return self._reduced(x.shape[1:], torch.empty(0, dtype=x.dtype, device="cpu"), op, cut=True)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """n times as large."""

@@ -161,10 +161,10 @@ class OneHostLink(ProcessLink):
 
     def scatter_parts(self, x: Parts, op: str) -> Tensor:
         """They are written straight to where the others read them."""
-        (total,) = x.shape
-        whole = torch.empty((), dtype=x.dtype, device="cpu").expand(total)
-        out = reserve.empty((total // self.size,), whole)
-        call = self._call("reduce_scatter", op, out.expand(self.size, -1))
+        shape = x.shape
+        whole = torch.empty((), dtype=x.dtype, device="cpu").expand(shape.numel())
+        out = reserve.empty(shape[1:], whole)
+        call = self._call("reduce_scatter", op, out.expand(shape))
         call.post(whole, self.mail.others, self.mail.others, write=lambda own: _write(own, x))
         return self._own_row(call, op, out)
 
