@@ -22,6 +22,10 @@ from meshcomm.parallel.data.micro_batches import no_sync
 from meshcomm.parallel.fsdp.buffers.memory import Memory
 from meshcomm.parallel.fsdp.module import fully_shard
 from meshcomm.parallel.fsdp.units import owner_of
+from meshcomm.runtime.call import for_later
+from meshcomm.runtime.pending import settled
+from meshcomm.runtime.start.workers import WorkerPool
+from meshcomm.runtime.transports.protocol import Parts
 
 SIZE = 64
 
@@ -267,6 +271,47 @@ def test_gradients_of_a_unit_are_parts_of_its_sum_and_no_copies(ranks: int) -> N
         assert ranks == 2 or any(x.numel() == 0 for x in net.parameters())
 
     mc.launch(main, ranks=ranks)
+
+
+def in_parts() -> None:
+    """Of parts of all dtypes the bits that their whole gives; and no whole is made of gradients."""
+    mesh = mc.make_mesh({"ranks": -1})
+    link = mesh.axis("ranks").link
+    for wanted in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for own in (wanted, torch.float32):
+            for lengths in ([8], [3, 0, 1, 4], [2**15 - 5, 5, 2**17], [0]):
+                generator = torch.Generator().manual_seed(mesh.rank)
+                parts = [torch.randn(length, generator=generator).to(own) for length in lengths]
+                for op in ("sum", "mean", "max"):
+                    assert for_later(True, link.takes_parts, parts[0].device, wanted)
+                    found = settled(for_later(True, link.scatter_parts, Parts(parts, wanted, rows=mesh.size), op))
+                    whole = torch.cat(parts).to(wanted)
+                    assert found.dtype == wanted
+                    assert torch.equal(found, link.scatter_flat(whole, op)), (wanted, own, lengths, op)
+    assert not link.takes_parts(torch.device("cpu"), torch.float32)  # who waits at once lends what is whole
+
+    def counted(self: Memory, like: Tensor, length: int) -> Tensor:
+        nonlocal asked
+        asked += 1
+        return usual(self, like, length)
+
+    usual, asked = Memory.empty, 0
+    with mc.use_mesh(mesh):
+        Memory.empty = counted  # type: ignore[method-assign]
+        try:
+            net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+            fully_shard(net, "ranks", grads="mean", units=["*"])
+            with mc.trace() as trace:
+                net(torch.full((2, 8), float(mesh.rank))).square().sum().backward()
+        finally:
+            Memory.empty = usual  # type: ignore[method-assign]
+        assert asked == 0
+        scattered = [event for event in trace.events if event.operation == "reduce_scatter"]
+        assert [event.shape for event in scattered] == [(mesh.size, 72 // mesh.size + -(72 // mesh.size) % 8)] * 3
+
+
+def test_gradients_are_written_straight_to_where_other_processes_read_them(pool4: WorkerPool) -> None:
+    pool4.run(in_parts)
 
 
 class Writes(nn.Module):

@@ -114,6 +114,33 @@ def test_what_was_changed_is_not(how: str) -> None:
     assert y.fill_(1).sum() == y.numel()
 
 
+@needs_counts
+def test_what_is_given_again_knows_nothing_of_what_was_given_before() -> None:
+    reserve, like = reserve_of(), torch.empty(0)
+    x = given(reserve)
+    at, whole = x.data_ptr(), x.numel()
+    x.fill_(1).requires_grad_().register_hook(print)
+    x.grad, x.noted = torch.ones_like(x), "x"  # type: ignore[attr-defined]
+    for shape, dtype in [
+        ((whole,), torch.float32),
+        (SHAPE, torch.int32),
+        (SHAPE, torch.float32),
+        (SHAPE, torch.float32),
+    ]:
+        del x
+        with torch.inference_mode():
+            x = reserve.empty(shape, like.to(dtype))
+            assert x.is_inference()
+            assert (x.data_ptr(), x.shape, x.dtype) == (at, shape, dtype)
+            del x
+        x = reserve.empty(shape, like.to(dtype))
+        assert (x.data_ptr(), x.shape, x.dtype) == (at, shape, dtype)
+        assert (x._version, x.requires_grad, x.grad, x.is_leaf, x.is_inference()) == (0, False, None, True, False)
+        assert not vars(x)
+        x.add_(1)
+    assert len(reserve._kept) == 1
+
+
 def test_it_is_a_tensor_as_any_other(tmp_path: Path) -> None:
     x = given(reserve_of()).copy_(torch.arange(512 * 1024.0).view(SHAPE))
     torch.save(x, tmp_path / "x")

@@ -26,8 +26,9 @@ from meshcomm.parallel.fsdp.slots import Counts, Policy, Slot, raw
 from meshcomm.parallel.optimizers.gradient_dtypes import gradients_in
 from meshcomm.parallel.stand_ins import become
 from meshcomm.runtime.call import for_later
-from meshcomm.runtime.hooks.ranges import in_range
+from meshcomm.runtime.hooks.ranges import calling, in_range
 from meshcomm.runtime.pending import Pending, settled
+from meshcomm.runtime.transports.protocol import Parts
 from meshcomm.spmd.types.vma import lie_apart
 
 _GATHER, _SCATTER, _REDUCE = rule_named("all_gather"), rule_named("reduce_scatter"), rule_named("all_reduce")
@@ -206,9 +207,16 @@ class Group:
     # -------------------------------------------------------------------------------------------- reducing
 
     def packed(
-        self, needy: Sequence[int], gradients: Sequence[Tensor | None], device: torch.device, collects: bool = False
-    ) -> Tensor:
-        """``[n * k]``: the gradients in the dtype in which they are reduced, or in that in which they are added up."""
+        self,
+        needy: Sequence[int],
+        gradients: Sequence[Tensor | None],
+        device: torch.device,
+        collects: bool = False,
+        later: bool = False,
+    ) -> Tensor | Parts:
+        """``[n * k]``: the gradients in the dtype in which they are reduced, or in that in which they are added up.
+        What is reduced ``later`` may be in parts, if the transport puts them together itself.
+        """
         policy = self.policy
         whole: Sequence[Tensor | None] = gradients
         if len(needy) < len(self.slots):
@@ -222,15 +230,22 @@ class Group:
         wanted = (policy.collected if collects else policy.travels)(like.dtype)
         if torch.is_grad_enabled():
             return self.layout.buffer.join(whole, like).to(wanted)
+        if later and for_later(True, policy.axis.link.takes_parts, device, wanted):
+            return Parts(self.layout.buffer.parts(whole, like), wanted, rows=policy.axis.size)
         kind = like if wanted == like.dtype else like.new_empty(0, dtype=wanted)
         return self.layout.buffer.join(whole, like, self.owner.memory.empty(kind, self.layout.total))
 
-    def scatter(self, packed: Tensor) -> Any:
+    def scatter(self, packed: Tensor | Parts) -> Any:
         """Start: ``[k]``."""
         axis, counts = self.policy.axis, self.owner.counts
         link = axis.link
         counts.reductions += 1
         counts.bytes_reduced += packed.nbytes
+        if isinstance(packed, Parts):
+            given, dtype, shape = (0, self.policy.op, None), packed.dtype, (self.layout.total,)
+            tree = ((f" of {self.unit}", dtype, shape),) if link.watched or link.hears else ()
+            with calling(axis, _SCATTER.noted(given, dtype, torch.Size(shape), tree, False, axis)):
+                return link.scatter_parts(packed, self.policy.op)
         if axis.size == 1 or packed.requires_grad or ((link.watched or link.hears) and _is_told(axis, packed)):
             return self._told(_SCATTER, packed, axis, (0, self.policy.op, None))
         if _torch.profiler_on():
@@ -303,7 +318,7 @@ class Sums:
     ) -> None:
         """Start to reduce the gradients of a group, or collect them."""
         adds_up = collects or group.kept is not None
-        packed = group.packed(needy, gradients, group.policy.device, adds_up)
+        packed: Any = group.packed(needy, gradients, group.policy.device, adds_up, later and not adds_up)
         marks = [int(g is not None) for g in gradients]
         if group.kept is not None:
             before, seen = group.kept
@@ -339,7 +354,7 @@ class _Reduction:
     __slots__ = ("_group", "_is_brought", "_needy", "_over_replicas", "_value", "marks", "policy")
 
     def __init__(
-        self, group: Group, needy: Sequence[int], packed: Tensor, later: bool, marks: Sequence[int] = ()
+        self, group: Group, needy: Sequence[int], packed: Tensor | Parts, later: bool, marks: Sequence[int] = ()
     ) -> None:
         self.policy = policy = group.policy
         self.marks = marks

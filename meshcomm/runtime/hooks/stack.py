@@ -231,6 +231,7 @@ def _with_hooks(kind: Any) -> type:
     more: dict[str, Any] = {"announce": announce, "refuse": refuse, "copies": copies, "takes_parts": takes_parts}
     # What a transport does in a way of its own in place of a primitive, hooks see as that.
     more["sum_parts"] = _hooked("all_reduce", kind.sum_parts, lambda size, shape: (shape, "sum"))
+    more["scatter_parts"] = _hooked("reduce_scatter", kind.scatter_parts)
     more["scatter_flat"] = _hooked("reduce_scatter", kind.scatter_flat, _in_rows)
     more["swap_flat"] = _hooked("all_to_all", kind.swap_flat, _in_runs)
     more["all_reduce_own"] = _hooked("all_reduce", kind.all_reduce_own)

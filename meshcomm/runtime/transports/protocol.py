@@ -31,16 +31,19 @@ class Parts(NamedTuple):
     dtype: torch.dtype
     factor: float = 1.0
     """What they are multiplied by on the way."""
+    rows: int = 0
+    """In how many rows they lie, if it is a tensor of two dims."""
 
     @property
-    def shape(self) -> tuple[int]:
+    def shape(self) -> torch.Size:
         """Of all together."""
-        return (sum(part.numel() for part in self.parts),)
+        total = sum(part.numel() for part in self.parts)
+        return torch.Size((self.rows, total // self.rows) if self.rows else (total,))
 
     @property
     def nbytes(self) -> int:
         """Of all together."""
-        return self.shape[0] * self.dtype.itemsize
+        return self.shape.numel() * self.dtype.itemsize
 
 
 class Primitives(Protocol):
@@ -138,7 +141,7 @@ class Link(Primitives, Protocol):
         """The same link in a form that compiles."""
 
     def takes_parts(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether it has ``sum_parts`` of such tensors."""
+        """Whether it has ``sum_parts`` and ``scatter_parts`` of such tensors."""
 
     def sum_parts(self, x: Parts) -> Tensor:
         """all_reduce (sum) of what nobody has put together."""
@@ -155,6 +158,9 @@ class Link(Primitives, Protocol):
 
     def all_reduce_own(self, x: Tensor, op: str) -> Tensor:
         """all_reduce of a tensor that nobody else has: its memory may become the result's."""
+
+    def scatter_parts(self, x: Parts, op: str) -> Tensor:
+        """``[n, k] -> [k]``: reduce_scatter of what they are together; the factor is 1."""
 
     def gather_flat(self, x: Tensor, empty: Empty | None = None) -> Tensor:
         """``[k, *s] -> [n * k, *s]``: all_gather, one behind the other. ``empty``: where the result may lie."""
@@ -218,6 +224,10 @@ class Defaults:
 
     def sum_told(self, x: Tensor, said: tuple[Any, ...]) -> Tensor:
         """Nobody calls it."""
+        raise NotImplementedError
+
+    def scatter_parts(self, x: Parts, op: str) -> Tensor:
+        """Nor this."""
         raise NotImplementedError
 
     def all_reduce_own(self: Any, x: Tensor, op: str) -> Any:

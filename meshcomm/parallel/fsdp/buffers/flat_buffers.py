@@ -62,10 +62,13 @@ class Row:
 
     def join(self, tensors: Sequence[Tensor | None], like: Tensor, out: Tensor | None = None) -> Tensor:
         """The buffer: the tensors, zeros where there is none and in between; ``like`` has dtype and device."""
-        parts = [x if x.ndim == 1 else x.reshape(-1) for x in tensors if x is not None]
-        if not self._is_dense or len(parts) < len(tensors):
-            parts = self._with_zeros(tensors, like)
+        parts = self.parts(tensors, like)
         return torch.cat(parts) if out is None else torch.cat(parts, out=out)
+
+    def parts(self, tensors: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
+        """What lies there one behind the other, flat."""
+        parts = [x if x.ndim == 1 else x.reshape(-1) for x in tensors if x is not None]
+        return parts if self._is_dense and len(parts) == len(tensors) else self._with_zeros(tensors, like)
 
     def _with_zeros(self, tensors: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
         parts = []

@@ -218,6 +218,10 @@ class DryLink(Defaults):
         """As large as all of them."""
         return self._reduced(x.shape, torch.empty(0, dtype=x.dtype, device="cpu"), "sum", cut=False)
 
+    def scatter_parts(self, x: Parts, op: str) -> Tensor:
+        """Of which this rank gets one of n parts."""
+        return self._reduced(x.shape[1:], torch.empty(0, dtype=x.dtype, device="cpu"), op, cut=True)
+
     def all_gather(self, x: Tensor) -> Tensor:
         """n times as large."""
         if _host(x) and here.each:

@@ -154,13 +154,27 @@ class OneHostLink(ProcessLink):
         packed = dtypes.to_bytes(x)
         out = reserve.empty(x.shape[1:], x)
         call = self._call("reduce_scatter", op, x)
-        count, each = out.numel(), packed.numel() // self.size
+        each = packed.numel() // self.size
         own = self.index * each, (self.index + 1) * each
         call.post(packed, self.mail.others, self.mail.others, unread=own)
-        mine, as_it_is = slice(self.index * count, (self.index + 1) * count), packed.dtype is x.dtype
+        return self._own_row(call, op, out)
+
+    def scatter_parts(self, x: Parts, op: str) -> Tensor:
+        """They are written straight to where the others read them."""
+        shape = x.shape
+        whole = torch.empty((), dtype=x.dtype, device="cpu").expand(shape.numel())
+        out = reserve.empty(shape[1:], whole)
+        call = self._call("reduce_scatter", op, out.expand(shape))
+        call.post(whole, self.mail.others, self.mail.others, write=lambda own: _write(own, x))
+        return self._own_row(call, op, out)
+
+    def _own_row(self, call: Call, op: str, out: Tensor) -> Tensor:
+        count, dtype = out.numel(), out.dtype
+        mine, packed = slice(self.index * count, (self.index + 1) * count), call.packed
+        as_it_is = packed is not None and packed.dtype is dtype
 
         def fill(got: list[Tensor]) -> None:
-            wholes = got if as_it_is else [dtypes.from_bytes(each, x.dtype) for each in got]
+            wholes = got if as_it_is else [dtypes.from_bytes(each, dtype) for each in got]
             dtypes.fold(op, [whole[mine] for whole in wholes], out=out.view(-1))
 
         return self._done(call, fill, out)
