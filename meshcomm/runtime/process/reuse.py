@@ -61,7 +61,7 @@ class _Kept:
         """A tensor of its own. Most are as the last one, of which a copy takes half as long, and much less where
         nothing of torch is in the processor's cache.
         """
-        if torch.is_inference_mode_enabled():  # what is made there stays in it
+        if torch.is_inference_mode_enabled() or type(like) not in _PLAIN:  # what is made there, or of it, stays so
             return like.new_empty(0).set_(self.storage, 0, shape, ())
         if self._shape != shape or self._dtype is not like.dtype:
             self._base = like.new_empty(0).set_(self.storage, 0, shape, ())
@@ -70,6 +70,7 @@ class _Kept:
 
 
 _of_tensor = _torch.of_tensor
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _UNHELD = _Kept(1).held() + 1
 """As many references as Python has to a storage that nobody else has, beside the one who looks."""
 
