@@ -424,7 +424,19 @@ def test_gathered_parameters_are_told_apart() -> None:
     parts, later = (mc.dry_run(lambda bias=bias: main(bias), {"fsdp": 64}).peak.parts for bias in (False, True))
     assert parts["parameters"] == 8 * size // 64
     assert 4 * size < parts["gathered"] <= 8 * size
-    assert parts["buckets"] == 0 < later["buckets"] <= 2 * size
+    assert parts["buckets"] == later["buckets"] == 0  # gradients are written where the others read them
+
+
+def test_buckets_are_told_apart() -> None:
+    def main() -> None:
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+        parallel.data_parallel(model, "dp", grads="mean")
+        for _ in range(2):
+            model(torch.randn(1, 64)).sum().backward()
+
+    parts = mc.dry_run(main, {"dp": 4}).peak.parts
+    assert parts["buckets"] == parts["parameters"] == 8 * 4 * 64 * 64
+    assert parts["gathered"] == 0
 
 
 @pytest.mark.gpu
