@@ -231,7 +231,8 @@ def test_one_call_of_the_backend(tmp_path: Any) -> None:
 
 
 SEEN = """
-import torch, torch.distributed as dist
+import gc, weakref, torch, torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 import meshcomm as mc
@@ -260,6 +261,27 @@ for name, call in calls.items():
         with profile() as watched:
             call()
         assert any(f"c10d::" in event.name and name in event.name for event in watched.events()), name
+
+def traced(mesh):
+    with FakeTensorMode() as mode:
+        mc.all_reduce(torch.ones(3, requires_grad=True), "a", mesh=mesh)
+    return weakref.ref(mode)
+
+other = mc.make_mesh({"a": 4})
+gone = traced(other)
+gc.collect()
+assert gone() is None
+
+class Copies:
+    "What it does to the result are operations of torch's."
+    def allreduce(self, tensors, options):
+        tensors[0].copy_(tensors[0].detach() * 2)
+
+mc.all_reduce(x, "a", mesh=other)
+other.axis("a").link._near[None] = Copies()
+leaf = torch.ones(3, requires_grad=True)
+y = mc.all_reduce(leaf, "a", mesh=other)
+assert y.tolist() == [2.0] * 3 and torch.autograd.grad(y.sum(), leaf)[0].tolist() == [1.0] * 3
 mc.shutdown()
 dist.destroy_process_group()
 try:

@@ -328,9 +328,12 @@ def in_a_new_process(program: str) -> Any:
 
 
 FIRST_DRAW = """
-import sys, torch, meshcomm as mc
+import importlib.util, sys, torch, meshcomm as mc
 def main():
     mesh, found = mc.make_mesh({"a": 3}), []
+    if mesh.rank == 0:
+        importlib.util.find_spec("numpy.random")  # which loads nothing
+    mc.barrier("a", mesh=mesh)
     for asks in (1, 0, 2):  # rank 1 is the first to ask for random numbers of numpy
         if mesh.rank == asks:
             from numpy.random import rand
@@ -881,6 +884,37 @@ def trains_after_inference() -> None:
     (g,) = torch.autograd.grad(y, x, create_graph=True)
     g.square().sum().backward()
     assert mc.axis_index("a", mesh=mesh).is_inference() is False
+
+
+def beside_one_in_forward_mode() -> Any:
+    """Rank 1, of which the others know nothing; they sum zeros where it sums tangents."""
+    mesh, x = mesh_of(4), torch.ones(2)
+    if mesh.rank == 1:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(mc.all_reduce(forward_ad.make_dual(x, x * 5), "a", mesh=mesh))
+    y, tangent = mc.all_reduce(x, "a", mesh=mesh), mc.all_reduce(torch.zeros(2), "a", mesh=mesh)
+    assert forward_ad._current_level == -1
+    return y, tangent
+
+
+def test_a_rank_is_in_forward_mode_for_itself() -> None:
+    for y, tangent in mc.launch(beside_one_in_forward_mode, ranks=4):
+        assert_close(y, torch.full((2,), 4.0))
+        assert_close(tangent, torch.full((2,), 5.0))
+
+
+def beside_one_in_inference_mode(last: int) -> list[bool]:
+    mesh, x = mesh_of(4), torch.ones(4, 2)
+    with torch.inference_mode(mesh.rank == last):
+        found = [mc.all_reduce(x, "a", mesh=mesh), mc.all_gather(x, "a", mesh=mesh), mc.shift(x, "a", mesh=mesh)]
+        found += [mc.reduce_scatter(x, "a", mesh=mesh), *mc.all_reduce([x, x], "a", mesh=mesh)]
+    return [y.is_inference() for y in found]
+
+
+@pytest.mark.parametrize("last", [0, 3])
+def test_a_rank_in_inference_mode_has_no_part_in_what_others_get(last: int) -> None:
+    for rank, found in enumerate(mc.launch(beside_one_in_inference_mode, ranks=4, args=(last,))):
+        assert rank == last or not any(found)
 
 
 def trains_after_a_transform() -> None:

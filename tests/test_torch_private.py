@@ -554,6 +554,23 @@ def test_name_hooked() -> None:
     assert len(holder._backward_hooks) == 1  # type: ignore[arg-type]
 
 
+def test_name_carries_tangents() -> None:
+    assert _torch.carries_tangents()
+    with torch.autograd.forward_ad.dual_level():
+        x = torch.autograd.forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        _torch.carry_tangents(False)
+        try:
+            assert not _torch.carries_tangents()
+            y = x + 1
+        finally:
+            _torch.carry_tangents(True)
+        assert torch.autograd.forward_ad.unpack_dual(y).tangent is None
+        assert torch.autograd.forward_ad.unpack_dual(x + 1).tangent is not None
+
+
+test_name_carry_tangents = test_name_carries_tangents
+
+
 def test_name_is_view() -> None:
     x = torch.ones(2)
     assert [_torch.is_view(y) for y in (x, x.view(1, 2), x.view(2).detach())] == [False, True, False]

@@ -24,6 +24,8 @@ __all__ = [
     "after_backward",
     "backward_context",
     "backward_pass",
+    "carries_tangents",
+    "carry_tangents",
     "current_node",
     "dual_level_open",
     "forward_ad_shared",
@@ -251,6 +253,12 @@ def _no_levels() -> Iterator[None]:
     finally:
         forward_ad.enter_dual_level = enter
 
+
+_CARRIES = "ranks of one process of which some are in forward mode may meet an error of torch's"
+carries_tangents: Callable[[], bool] = find("torch._C._is_fwd_grad_enabled", _CARRIES, lambda: False)
+"""Whether operations of this thread carry tangents."""
+carry_tangents: Callable[[bool], object] = find("torch._C._set_fwd_grad_enabled", _CARRIES, lambda on: None)
+"""Have them do so, or not."""
 
 _TANGENTS = "torch.autograd.forward_ad._set_fwd_grad_enabled"
 _set_tangents: Any = find(_TANGENTS, "jvp of collectives that depend on the value (max, product, ...) is refused")

@@ -27,6 +27,8 @@ from meshcomm._torch import (
     in_graph,
     is_view,
     let_into_graph,
+    outside_dispatch_modes,
+    outside_transforms,
     plain_apply,
     primal_of,
     profiler_on,
@@ -201,7 +203,8 @@ def sums_of(rule: Rule, transpose: Callable[[Tensor, Axis], Tensor]) -> Callable
     note, given = rule.note, ("sum",)
 
     def hook_of(axis: Axis) -> Tensor:
-        axis.sum_hook = hook_for_nodes(lambda g: None if g is None else transpose(g, axis))
+        with outside_transforms(), outside_dispatch_modes():  # it outlives whatever the first user is in the middle of
+            axis.sum_hook = hook_for_nodes(lambda g: None if g is None else transpose(g, axis))
         return axis.sum_hook
 
     def summed(x: Tensor, axis: Axis) -> Tensor:

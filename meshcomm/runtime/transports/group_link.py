@@ -350,7 +350,8 @@ def _summed_in(log: Log, near: dict[torch.device | None, Any]) -> Callable[..., 
             try:
                 if queued:
                     begin_all()
-                work = called.allreduce([y], options)
+                # What a backend does to it is no step of the graph, even where it uses torch's operations.
+                work = called.allreduce([y if hook is None else y.detach()], options)
                 if work is not None:
                     work.wait()
             except CommError as error:

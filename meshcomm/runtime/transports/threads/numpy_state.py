@@ -8,12 +8,14 @@ it finds the generator that it would have had::
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from threading import get_ident
 from types import ModuleType
 from typing import Any
 
@@ -34,18 +36,26 @@ class _Finder(MetaPathFinder):
     begun: Any = None
     """The generator with which it began."""
 
+    def __init__(self) -> None:
+        self.looking: set[int] = set()  # the threads that ask the others
+
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """What the others find; when that has been executed, it is told."""
-        if name != NAME or self not in sys.meta_path:
+        if name != NAME or self not in sys.meta_path or (me := get_ident()) in self.looking:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
+        self.looking.add(me)
+        try:
+            spec = find_spec(name)
+        finally:
+            self.looking.discard(me)
         loader: Any = None if spec is None else spec.loader
         if loader is not None:
             execute = loader.exec_module
 
             def exec_module(loaded: ModuleType) -> None:
                 execute(loaded)
+                with contextlib.suppress(ValueError):
+                    sys.meta_path.remove(self)  # not before: who looks for it need not load it
                 if hasattr(loaded, "set_bit_generator"):
                     self.begun = loaded.get_bit_generator()
                     self.tell(loaded)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshcomm._torch import backward_pass, dispatch_modes, outside_dispatch_modes
+from meshcomm._torch import backward_pass, carries_tangents, carry_tangents, dispatch_modes, outside_dispatch_modes
 from meshcomm.errors import CommError, MeshError, shape_text
 from meshcomm.runtime.call import BRIEF_AXIS, Call, Post, Want, messages_of, told
 from meshcomm.runtime.callsite import call_site, known_files
@@ -228,18 +228,22 @@ class InProcessLink(Defaults):
         return meeting
 
     def _compute(self, meeting: Meeting, call: Call, compute: Compute, args: tuple[Any, ...]) -> None:
-        makes_graphs = torch.is_grad_enabled()
+        makes_graphs, carries = torch.is_grad_enabled(), carries_tangents()
         try:  # no modes of this rank, which came last, have a part in it
             if makes_graphs:
                 torch.set_grad_enabled(False)  # a context takes three times as long
-            if dispatch_modes():
-                with outside_dispatch_modes():
+            if carries:
+                carry_tangents(False)  # those of others: each knows its own
+            if dispatch_modes() or torch.is_inference_mode_enabled():
+                with outside_dispatch_modes(), torch.inference_mode(False):
                     meeting.results = compute(*args, meeting.inputs)
             else:
                 meeting.results = compute(*args, meeting.inputs)
         except Exception as error:  # every rank of the group is told
             meeting.error = f"meshcomm.{call.what}: {error}\n{meeting.report()}"
         finally:
+            if carries:
+                carry_tangents(True)
             if makes_graphs:
                 torch.set_grad_enabled(True)
         meeting.inputs, meeting.over = [], True
