@@ -1319,7 +1319,7 @@ bad("full_state_dict", "dst beyond the mesh", lambda h: parallel.full_state_dict
 
 PRIMITIVES = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "reduce", "gather", "scatter", "exchange",
-    "barrier", "barrier_within",
+    "barrier", "barrier_within", "sum_told",
 )  # fmt: skip
 _here = threading.local()  # ranks of one process are threads
 

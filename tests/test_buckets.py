@@ -75,7 +75,10 @@ def seen_by_the_link(mesh: mc.Mesh, axis: Any, log: list[Any]) -> Iterator[None]
 
         return call
 
-    names = {name: name for name in (*PRIMITIVES, "sum_parts")} | {"gather_flat": "all_gather"}
+    names = {name: name for name in (*PRIMITIVES, "sum_parts")} | {
+        "gather_flat": "all_gather",
+        "sum_told": "all_reduce",
+    }
     try:
         link.__class__ = type(kind.__name__, (kind,), {name: seen(name, said) for name, said in names.items()})
         yield

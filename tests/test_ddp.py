@@ -93,11 +93,11 @@ def notes(mesh: mc.Mesh, axis: Any) -> Iterator[list[Any]]:
         seen.append(note)
         listen(note)
 
-    link.announce = announce  # type: ignore[method-assign]
+    link.announce, link.briefly = announce, False  # type: ignore[method-assign]
     try:
         yield seen
     finally:
-        del vars(link)["announce"]
+        del vars(link)["announce"], vars(link)["briefly"]
 
 
 # ---------------------------------------------------------------------------------------------------- training

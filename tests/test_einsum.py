@@ -79,11 +79,12 @@ def logged(mesh: mc.Mesh) -> Iterator[list[str]]:
         if mesh.axis(name).size > 1:
             links[name] = link, link.announce
             link.announce = listener(log, name, link.announce)  # type: ignore[method-assign]
+            link.briefly = False
     try:
         yield log
     finally:
         for link, before in links.values():
-            link.announce = before  # type: ignore[method-assign]
+            link.announce, link.briefly = before, True  # type: ignore[method-assign]
 
 
 def against_torch(

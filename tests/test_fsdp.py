@@ -162,6 +162,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, ...]]]:
 
     with monkeypatch.context() as patch:
         patch.setattr(transport.InProcessLink, "announce", announced)
+        patch.setattr(transport.InProcessLink, "briefly", False)
         patch.setattr(transport._Seat, "wait", waited)
         yield log
 

@@ -113,11 +113,12 @@ def issued(mesh: mc.Mesh) -> Iterator[list[str]]:
             link = mesh.axis(axes[0] if count == 1 else axes).link
             links.append((link, link.announce))
             link.announce = listener(log, axes, link.announce)  # type: ignore[method-assign]
+            link.briefly = False
     try:
         yield log
     finally:
         for link, before in links:
-            link.announce = before  # type: ignore[method-assign]
+            link.announce, link.briefly = before, True  # type: ignore[method-assign]
 
 
 def run(row: Row) -> tuple[list[str], list[str]]:

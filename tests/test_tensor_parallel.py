@@ -63,11 +63,11 @@ def sent(mesh: mc.Mesh, axis: str) -> Iterator[list[str]]:
             seen.append(note.what)
         listen(note)
 
-    link.announce = announce  # type: ignore[method-assign]
+    link.announce, link.briefly = announce, False  # type: ignore[method-assign]
     try:
         yield seen
     finally:
-        del vars(link)["announce"]
+        del vars(link)["announce"], vars(link)["briefly"]
 
 
 # ----------------------------------------------------------------------------------------------------------- models

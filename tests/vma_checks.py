@@ -159,11 +159,11 @@ def heard() -> Iterator[Heard]:
             calls[call.what, " ".join(sorted(names))] += 1
         announce(self, call)
 
-    InProcessLink.announce = listen  # type: ignore[method-assign]
+    InProcessLink.announce, InProcessLink.briefly = listen, False  # type: ignore[method-assign]
     try:
         yield calls
     finally:
-        InProcessLink.announce = announce  # type: ignore[method-assign]
+        InProcessLink.announce, InProcessLink.briefly = announce, True  # type: ignore[method-assign]
 
 
 def counted(fn: Callable[[], Any]) -> int:
