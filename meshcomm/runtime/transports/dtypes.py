@@ -283,19 +283,21 @@ def _folded(op: str, xs: Sequence[Tensor], out: Tensor | None) -> Tensor:
 
 def _tree(step: Callable[..., Tensor], xs: Sequence[Tensor], out: Tensor | None) -> Tensor:
     """The tree above ``xs``; its root, and its left side, are ``out`` if there is one."""
-    sums = step is torch.add
+
+    def into(left: Tensor, right: Tensor) -> Tensor:
+        return step(left, right, out=left)
+
+    join: Callable[[Tensor, Tensor], Tensor] = Tensor.add_ if step is torch.add else into
     totals: list[Tensor] = []  # of the blocks so far, the greatest first
     for i in range(0, len(xs) - 1, 2):
         total = step(xs[i], xs[i + 1]) if out is None or i else step(xs[i], xs[i + 1], out=out)
         pairs = i // 2 + 1
         while not pairs & 1:  # as many before these: together they are a block
-            left, pairs = totals.pop(), pairs >> 1
-            total = left.add_(total) if sums else step(left, total, out=left)
+            total, pairs = join(totals.pop(), total), pairs >> 1
         totals.append(total)
     total = xs[-1] if len(xs) & 1 else totals.pop()
     while totals:
-        left = totals.pop()
-        total = left.add_(total) if sums else step(left, total, out=left)
+        total = join(totals.pop(), total)
     return total
 
 
