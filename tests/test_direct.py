@@ -236,6 +236,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 import meshcomm as mc
+from meshcomm.parallel.data.means import _came_over
 
 class Listed(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -266,6 +267,10 @@ def traced(mesh):
     with FakeTensorMode() as mode:
         mc.all_reduce(torch.ones(3, requires_grad=True), "a", mesh=mesh)
     return weakref.ref(mode)
+
+brought = mc.all_to_all(x.clone().requires_grad_(), "a", 0, 0, mesh=mesh)
+assert [axis.name for axis in _came_over((brought[:].clone(),))] == ["a"]
+assert not [*_came_over((mc.all_reduce(brought, "a", mesh=mesh),))]  # a sum is more than moved, whatever its nodes are
 
 other = mc.make_mesh({"a": 4})
 gone = traced(other)
