@@ -60,7 +60,8 @@ def _vary_gradient(g: Tensor, axis: Axis) -> Tensor:
     """
     if g.requires_grad or _torch.functorch_active() or _torch.dual_level_open():
         return _vary(g, axis)
-    if axis.link.hears:
+    link = axis.link
+    if (link.watched and not link.briefly) or _torch.profiler_on():
         _vary(g, axis)
     return g
 

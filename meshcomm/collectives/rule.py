@@ -187,12 +187,17 @@ def sums_of(rule: Rule, transpose: Callable[[Tensor, Axis], Tensor]) -> Callable
         x  ->  alias  ->  clone, and then summed in place
         g  <-  transpose, by a hook  <-  g
     """
+    note, given = rule.note, ("sum",)
 
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
         link = axis.link
         link.ledger.at_once += 1
-        y: Tensor = link.sum_now(link, x)
+        y: Tensor
+        if link.briefly:
+            y = link.sum_told(x, (note, given, x.dtype, x.shape, (), True, axis, None))
+        else:
+            y = link.sum_now(link, x)
         return y.detach() if is_view(y) else y
 
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
@@ -200,7 +205,6 @@ def sums_of(rule: Rule, transpose: Callable[[Tensor, Axis], Tensor]) -> Callable
 
     kind = type(_title(rule), (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
     node: Any = super(Function, shortened(kind, "axis")).apply  # type: ignore[misc]
-    note, given = rule.note, ("sum",)
 
     def hook_of(axis: Axis) -> Tensor:
         with outside_transforms(), outside_dispatch_modes():  # it outlives whatever the first user is in the middle of
@@ -214,8 +218,8 @@ def sums_of(rule: Rule, transpose: Callable[[Tensor, Axis], Tensor]) -> Callable
         told_of = link.hears or profiler_on()
         if x.requires_grad and _makes_graphs():
             x = unwrap_if_dead(x)
-            if told_of:
-                return rule.node(x, (axis, ("sum",), ()))  # type: ignore[no-any-return]
+            if told_of and (not link.briefly or profiler_on()):
+                return rule.node(x, (axis, given, ()))  # type: ignore[no-any-return]
             if link.sums_clones:
                 hook = axis.sum_hook
                 y = link.sum_now(link, x, hook_of(axis) if hook is None else hook)

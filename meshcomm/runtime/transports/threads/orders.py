@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from meshcomm.runtime.call import told
 from meshcomm.runtime.callsite import Spot, call_spot, site_at
 from meshcomm.runtime.recorder import made
-from meshcomm.runtime.transports.threads.scheduler import Rank, World, current_rank
+from meshcomm.runtime.transports.threads.scheduler import Rank, Waited, World, current_rank
 
 
 class Issue(NamedTuple):
@@ -134,7 +134,7 @@ class OrderedWorld(World):
     def wait(
         self,
         rank: Rank,
-        waits_for: Callable[[], str],
+        waits_for: Waited,
         timeout: float | None = None,
         gives_up: Callable[[str], None] | None = None,
         last: bool = False,

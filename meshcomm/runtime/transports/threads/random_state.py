@@ -6,7 +6,7 @@ The states are global to the process, so they are exchanged whenever another ran
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -26,16 +26,18 @@ def mixed(seed: int, index: int) -> int:
     return z ^ (z >> 31)
 
 
+_in_place: RandomState | None = None
+"""The one that was loaded last. No attribute of the class: to set one makes Python look up all others anew."""
+_numpy: ModuleType | None = None
+"""``numpy.random``, once somebody has loaded it."""
+
+
 class RandomState:
     """A random state that is put in place by :meth:`load` and taken away by :meth:`save`."""
 
-    in_place: ClassVar[RandomState | None] = None
-    """The one that was loaded last."""
-    numpy: ClassVar[ModuleType | None] = None
-    """``numpy.random``, once somebody has loaded it."""
-
     def __init__(self, seed: int | None = None, rank: int = 0) -> None:
         """The states as they are now, or those that start from ``(seed, rank)``."""
+        global _numpy
         self._seed = None if seed is None else mixed(seed, rank)
         self._own: twister.State | None = None  # torch's on the CPU and Python's; None until it is loaded first
         self._numpy: Any = None
@@ -43,15 +45,15 @@ class RandomState:
         self._device: Any = None  # the accelerator's, once it is in use
         self._waiting: Any = None  # what it is to be seeded with when it is used first
         self._numpy_whole: Any = None
-        RandomState.numpy = numpy_state.module()
+        _numpy = numpy_state.module()
         self._accelerator = accelerator.module()
         self._of_torch, self._of_python = twister.memory()
         if self._seed is None:
             self.save()
-            if (module := self.numpy) is not None:
+            if (module := _numpy) is not None:
                 self._numpy_whole = module.get_state(legacy=False)
-            elif RandomState.in_place is not None:
-                self._numpy_seed = RandomState.in_place._numpy_seed
+            elif _in_place is not None:
+                self._numpy_seed = _in_place._numpy_seed
         else:
             numpy_state.when_loaded(_numpy_loaded)
 
@@ -62,7 +64,7 @@ class RandomState:
             self._own = twister.take(own)
         else:  # as `take` does it, without its call, which takes as long
             own[0][:], own[1][:], own[2] = cells, others, OWN.gauss_next  # type: ignore[attr-defined]
-        if (module := self.numpy) is not None:
+        if (module := _numpy) is not None:
             self._numpy = module.get_bit_generator()
         if (unused := self._accelerator) is None:
             return
@@ -73,7 +75,8 @@ class RandomState:
 
     def load(self) -> None:
         """Make these states the global ones."""
-        RandomState.in_place = self
+        global _in_place
+        _in_place = self
         own, cells, others = self._own, self._of_torch, self._of_python
         if own is None:
             assert self._seed is not None
@@ -82,7 +85,7 @@ class RandomState:
             twister.put(own)
         else:
             cells[:], others[:], OWN.gauss_next = own  # type: ignore[attr-defined]
-        if (module := self.numpy) is not None:
+        if (module := _numpy) is not None:
             self.load_numpy(module)
         if self._accelerator is not None:
             self._load_device()
@@ -113,7 +116,7 @@ class RandomState:
 
 def _numpy_loaded(module: ModuleType) -> None:
     """Whose state is in place finds the one of numpy that it would have found there."""
-    RandomState.numpy = module
-    state = RandomState.in_place
-    if state is not None and state._numpy_seed is not None:
-        state.load_numpy(module)
+    global _numpy
+    _numpy = module
+    if _in_place is not None and _in_place._numpy_seed is not None:
+        _in_place.load_numpy(module)

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import is_anomaly_enabled
@@ -70,6 +70,14 @@ class _Cancelled(BaseException):
     """Ends a rank because another one failed; no Exception, so that user code does not catch it."""
 
 
+class Waited(Protocol):
+    """What a rank waits for."""
+
+    @property
+    def call(self) -> object:
+        """The call that it has made."""
+
+
 class Rank:
     """One rank of a :class:`World`: its thread's turn, its random state, and what it waits for."""
 
@@ -81,7 +89,7 @@ class Rank:
         self.random = random
         self.forward_ad = (-1, 0)
         self.anomaly = anomaly
-        self.waits_for: Callable[[], str] | None = None
+        self.waits_for: Waited | None = None
         self.patience: float | None = None  # seconds, where it does not wait for ever
         self.timed_out = False
         self.last = False
@@ -111,8 +119,8 @@ class Rank:
 
     def describe(self) -> str:
         """A line for a report."""
-        state = "has returned" if self.over else self.waits_for() if self.waits_for is not None else "is running"
-        return f"  rank {self.index} {state}"
+        waits = "is running" if self.waits_for is None else f"waits in {self.waits_for.call}"
+        return f"  rank {self.index} {'has returned' if self.over else waits}"
 
 
 def _anomaly() -> bool | None:
@@ -274,7 +282,7 @@ class World:
     def wait(
         self,
         rank: Rank,
-        waits_for: Callable[[], str],
+        waits_for: Waited,
         timeout: float | None = None,
         gives_up: Callable[[str], None] | None = None,
         last: bool = False,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from time import monotonic
 from types import CodeType
 from typing import Any, NamedTuple
@@ -147,7 +148,7 @@ class InProcessLink(Defaults):
             frame = outer  # as `call_spot` does it, without its call
         backward, spot = backward_pass() != -1, (id(code), frame.f_lasti)
         known = self._latest.get(spot)  # most lines make one call
-        if known is None or known[:3] != (said, moved, backward):
+        if known is None or known[0] != said or known[1] != moved or known[2] is not backward:
             known = self._calls.get((said, moved, backward, spot))
             if known is None:
                 call = _call_of(said).here(moved, skip=3)
@@ -172,14 +173,43 @@ class InProcessLink(Defaults):
 
     def _meet(self, known: Known, given: Any, compute: Compute, *args: Any) -> Any:
         """Wait for all ranks of the group, or leave a seat to wait later; the last one to come computes everybody's
-        result: ``compute(*args, given)`` of what all have given.
+        result: ``compute(*args, given)`` of what all have given. Here is the way of nearly every call: all that have
+        come have called the same, and each waits at once.
         """
-        circle = self._circle
-        meeting, mine = self._come(circle.counts, circle.meetings, known, given, compute, args)
-        if told.later:
+        circle, index = self._circle, self.index
+        counts, meetings = circle.counts, circle.meetings
+        _, _, _, call, op, alike, _ = known
+        meeting = meetings.get(seat := counts[index])
+        if meeting is None:
+            meeting = meetings[seat] = Meeting(self.size)
+            meeting.alike = alike
+        if alike is None or meeting.alike is not alike or meeting.odd or meeting.over or told.later or circle.rolls:
+            meeting, mine = self._come(counts, meetings, known, given, compute, args)
+            if not told.later:
+                return self._take(meeting, mine)
             mine.record[THREAD] = 0
             return _Seat(self, meeting, mine)
-        return self._take(meeting, mine)
+        rank, log = self._rank, self.log
+        record: Record = [
+            log.number(), call.what, op, call.dtype, call.shape, monotonic(), None, call, -1, get_ident()
+        ]  # fmt: skip
+        log.records.append(record)
+        mine = tuple.__new__(Came, (rank, index, call, record))  # half of what its own way costs
+        counts[index], meeting.inputs[index] = seat + 1, given
+        meeting.came.append(mine)
+        meeting.count = count = meeting.count + 1
+        if count == self.size:
+            del meetings[seat]
+            self._compute(meeting, call, compute, args)
+            self._wake_all(meeting)
+        else:
+            meeting.waiting.append(rank)
+            rank.world.wait(rank, mine, None, meeting.fail)
+        if meeting.results is None:
+            return self._take(meeting, mine)
+        record[ENDED] = monotonic()
+        result, meeting.results[index] = meeting.results[index], None
+        return result
 
     def _come(
         self,
@@ -192,12 +222,8 @@ class InProcessLink(Defaults):
     ) -> tuple[Meeting, Came]:
         _, _, _, call, op, alike, _ = known
         record = self.log.begin(call.what, op, call.dtype, call.shape)
-        mine = tuple.__new__(Came, (self._rank, self.index, call, record))  # half of what its own way costs
-        seat = counts[self.index]
-        if (meeting := meetings.get(seat)) is None or (count := meeting.count + 1) == self.size:
-            meeting = self._sit(counts, meetings)  # as the first one, or the last
-        else:
-            counts[self.index], meeting.count = seat + 1, count
+        mine = Came(self._rank, self.index, call, record)
+        meeting = self._sit(counts, meetings)
         if meeting.error is None:
             if not meeting.came:
                 meeting.alike = alike
@@ -257,9 +283,7 @@ class InProcessLink(Defaults):
                 if meeting.over:
                     break
             try:
-                self._rank.world.wait(
-                    self._rank, lambda: f"waits in {mine.call}", timeout, meeting.fail, meeting.outlasts
-                )
+                self._rank.world.wait(self._rank, mine, timeout, meeting.fail, meeting.outlasts)
             except TimedOutError:
                 meeting.waiting.remove(self._rank)
                 raise
@@ -398,7 +422,7 @@ class InProcessLink(Defaults):
         try:
             while not batch.over:
                 batch.waited = True
-                self._rank.world.wait(self._rank, lambda: f"waits in {batch.call}", timeout, batch.fail)
+                self._rank.world.wait(self._rank, batch, timeout, batch.fail)
             if batch.error is not None:
                 raise CommError(batch.error)
             batch.record[ENDED] = monotonic()
