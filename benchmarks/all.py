@@ -122,7 +122,7 @@ def measure(options: Namespace) -> int:
     budgets = list(budgets_in(results))
     if budgets:
         print_budgets(budgets)
-        held = sum(budget.verdict == "holds" for budget in budgets)
+        held = sum(budget.verdict.startswith("holds") for budget in budgets)
         print(f"\n{held} of {len(budgets)} hold")
     write(options.json, {"machine": info, "programs": results})
     if failed:

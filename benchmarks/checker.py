@@ -28,7 +28,18 @@ from torch.nn.functional import layer_norm, scaled_dot_product_attention, softma
 from torch.overrides import TorchFunctionMode
 
 import meshcomm as mc
-from benchmarks.common import RANKS, Budget, as_json, options_of, print_budgets, print_table, run, take_turns, worst
+from benchmarks.common import (
+    RANKS,
+    Budget,
+    as_json,
+    options_of,
+    print_budgets,
+    print_table,
+    run,
+    take_turns,
+    timed,
+    worst,
+)
 
 CHAIN = 500
 MODES: tuple[bool | str, ...] = (False, "error", True)
@@ -291,7 +302,7 @@ def budgets_of(operations: dict[str, dict[str, float]], collectives: dict[str, d
     most = max(adds, key=adds.__getitem__)
     return [
         worst("an operation over one under an empty TorchFunctionMode", modes, 1.6),
-        Budget(f"what check_vma adds to a collective, most: {most}", adds[most], 15, "µs"),
+        timed(f"what check_vma adds to a collective, most: {most}", adds[most], 15, "µs"),
     ]
 
 

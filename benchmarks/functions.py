@@ -33,7 +33,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import meshcomm as mc
 from benchmarks import peers
-from benchmarks.common import RANKS, Budget, Call, judged, options_of, print_beside, quiet, run, take_turns, worst
+from benchmarks.common import (
+    RANKS,
+    Budget,
+    Call,
+    judged,
+    options_of,
+    print_beside,
+    quiet,
+    run,
+    take_turns,
+    timed,
+    worst,
+)
 
 try:
     from torch.distributed._local_tensor import LocalTensorMode
@@ -156,7 +168,7 @@ def budgets_of(found: Mapping[str, Mapping[str, float]]) -> list[Budget]:
     small = {what: 1e6 * times[OURS] for what, times in found.items() if "16 numbers" in what}
     large = {what: times[OURS] / times[FLOOR] for what, times in found.items() if f"{MILLION:,} numbers" in what}
     most = max(small, key=small.__getitem__)
-    budgets = [Budget(f"mc.rng, worst of {len(small)}: {most}", small[most], 40, "µs")]
+    budgets = [timed(f"mc.rng, worst of {len(small)}: {most}", small[most], 40, "µs")]
     budgets.append(worst("mc.rng over torch's", large, 3))
     if LOCAL in found[INSIDE]:
         ratio = found[INSIDE][OURS] / RANKS / found[INSIDE][LOCAL]

@@ -41,7 +41,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshcomm as mc
-from benchmarks.common import RANKS, Budget, Call, as_json, options_of, print_budgets, print_table, run, say
+from benchmarks.common import RANKS, Budget, Call, as_json, options_of, print_budgets, print_table, run, say, timed
 from meshcomm.parallel import checkpoint, clip_grad_norm, data_parallel, fully_shard, tensor_parallel
 
 N_LOG_N = 1.25
@@ -633,7 +633,7 @@ def measure(options: Namespace) -> dict[str, Any]:
         found["plans"] = {"slowest": slowest, "median": median(each[0] for each in rest)}
         took, layouts, lengths, sizes = slowest
         print(f"\nThe slowest plan of {1 + len(rest)}, {1e3 * took:.1f} ms: {layouts} of {lengths} on {sizes}")
-        budgets.append(Budget("plan, 5 axes on 5 dims, the first time", 1e3 * took, 50, "ms"))
+        budgets.append(timed("plan, 5 axes on 5 dims, the first time", 1e3 * took, 50, "ms"))
     if not options.only or "processes" in options.only:
         runs = [(2, False), (2, True)] if options.quick else [(100, False), (10, True), (100, False), (25, False)]
         meshes = found["meshes"] = measure_meshes(2 if options.quick else 8, runs)

@@ -16,7 +16,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common import Budget, as_json, options_of, print_budgets, print_table, run
+from benchmarks.common import as_json, options_of, print_budgets, print_table, run, timed
 from meshcomm.verifying.hangs.log import Group, Issue, Log, Message
 from meshcomm.verifying.hangs.proof import judged
 
@@ -69,7 +69,7 @@ def measure(options: Namespace) -> dict[str, Any]:
         logs = logs_of(few, calls)
         best = min(seconds_of(logs) for _ in range(1 if options.quick else 3))
         rows.append([str(few), str(calls), f"{best:.2f}", f"{1e6 * best / (few * calls):.1f}"])
-        budgets.append(Budget(f"{few * calls} calls of {few} ranks", best, limit, "s"))
+        budgets.append(timed(f"{few * calls} calls of {few} ranks", best, limit, "s"))
     print_table("Is there a hang", ["ranks", "calls of each", "seconds", "µs per call"], rows)
     print_budgets(budgets)
     return {"budgets": as_json(budgets)}

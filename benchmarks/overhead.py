@@ -24,6 +24,7 @@ The budgets at the end are the design's, line by line.
 
 from __future__ import annotations
 
+import _thread
 import importlib
 import importlib.util
 import os
@@ -69,6 +70,7 @@ from benchmarks.common import (
     quiet,
     run,
     take_turns,
+    timed,
     worst,
 )
 
@@ -82,6 +84,10 @@ NO_GRAD, GRAD, BACKWARD = MODES
 PERMUTED = [(rank, (rank + 1) % RANKS) for rank in range(RANKS)]
 MANY = (64, 256)
 """In-process ranks, of which a launch may have more than there are here."""
+STATES = 5048
+"""The bytes of a rank's random states, of torch and of Python."""
+LEAST = "the same with random states and sums (floor)"
+BARE_THREADS = "bare threads, started and ended (floor)"
 CHECKED = {"check_vma=True": True, "check_vma=False": False}
 LEAVES = 100
 FLAT = "flatten + dist.all_reduce + unflatten"
@@ -405,8 +411,10 @@ def one_core() -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def bare_ring(laps: int, ranks: int = RANKS) -> float:
-    """Seconds per lap of a turn that goes round as many threads as there are ranks, from lock to lock."""
+def bare_ring(laps: int, ranks: int = RANKS, turn: Callable[[int], object] | None = None) -> float:
+    """Seconds per lap of a turn that goes round as many threads as there are ranks, from lock to lock. ``turn``: what
+    each does when it is its turn.
+    """
     locks = [threading.Lock() for _ in range(ranks)]
     taken: list[float] = []
 
@@ -416,6 +424,8 @@ def bare_ring(laps: int, ranks: int = RANKS) -> float:
             mine.acquire()
             if index == 0 and lap in (0, laps):
                 taken.append(time.perf_counter())
+            if turn is not None:
+                turn(index)
             following.release()
 
     for lock in locks:
@@ -427,6 +437,26 @@ def bare_ring(laps: int, ranks: int = RANKS) -> float:
     for thread in threads:
         thread.join()
     return (taken[1] - taken[0]) / laps
+
+
+def least_turn(ranks: int, elements: int) -> Callable[[int], object]:
+    """What a rank cannot do without in an all_reduce: its own random states, of torch and of Python, are copied in and
+    out, and the last one adds up what all have brought and copies the sum for each.
+    """
+    places, states = bytearray(STATES), [bytearray(STATES) for _ in range(ranks)]
+    xs = [torch.ones(elements) for _ in range(ranks)]
+    sums: list[Tensor] = []
+
+    def turn(index: int) -> None:
+        places[:] = states[index]
+        if index == ranks - 1:
+            rows = xs
+            while len(rows) > 1:
+                rows = [a + b for a, b in zip(rows[::2], rows[1::2], strict=True)]
+            sums[:] = [rows[0], *(rows[0].clone() for _ in xs[1:])]
+        states[index][:] = places
+
+    return turn
 
 
 def in_process(repeats: int, elements: int = 16, ranks: int = RANKS) -> dict[str, float]:
@@ -448,15 +478,32 @@ def in_process(repeats: int, elements: int = 16, ranks: int = RANKS) -> dict[str
     samples: dict[str, list[float]] = {}
     with quiet(), one_core():
         for _ in range(max(repeats, 3)):
-            for what, took in ({"ring": bare_ring(50, ranks)} | mc.launch(rank, ranks=ranks)[0]).items():
+            rings = {"ring": bare_ring(50, ranks), LEAST: bare_ring(50, ranks, least_turn(ranks, elements))}
+            for what, took in (rings | mc.launch(rank, ranks=ranks)[0]).items():
                 samples.setdefault(what, []).append(took)
     return {what: median(taken) for what, taken in samples.items()}
+
+
+def bare_threads() -> None:
+    """As many threads as ranks, each of which wakes the next one and ends."""
+    locks = [threading.Lock() for _ in range(RANKS + 1)]
+
+    def rank(index: int) -> None:
+        locks[index].acquire()
+        locks[index + 1].release()
+
+    for lock in locks:
+        lock.acquire()
+    for index in range(RANKS):
+        _thread.start_new_thread(rank, (index,))
+    locks[0].release()
+    locks[-1].acquire()
 
 
 def mapped(repeats: int) -> dict[str, float]:
     """Seconds of a shard_map of a tiny body over in-process ranks, checked and not."""
     mesh, x = mc.make_mesh({"tp": RANKS}), torch.ones(2 * RANKS)
-    calls: dict[tuple[str, str], Callable[[], object]] = {}
+    calls: dict[tuple[str, str], Callable[[], object]] = {(BARE_THREADS, NO_GRAD): bare_threads}
     for what, check in CHECKED.items():
         total = mc.shard_map(
             lambda x: mc.all_reduce(x.sum(), "tp"), in_specs="(tp b)", out_specs="", mesh=mesh, check_vma=check
@@ -484,7 +531,7 @@ def measure_alone(repeats: int, starts: int) -> dict[str, Any]:
     inside, imports = in_process(min(repeats, 15)), import_times(starts)
     ring = inside["ring"]
     rows = [
-        ["a bare ring of threads and locks (floor)" if what == "ring" else f"all_reduce of 16 elements, {what}",
+        [{"ring": "a bare ring of threads and locks", LEAST: LEAST}.get(what, f"all_reduce of 16 elements, {what}"),
          f"{1e6 * took:.0f}", f"{took / ring:.2f}"]
         for what, took in inside.items()
     ]  # fmt: skip
@@ -497,8 +544,9 @@ def measure_alone(repeats: int, starts: int) -> dict[str, Any]:
     ]
     print_table("The same of many ranks; x: over a bare ring of as many", ["µs", "", "each", "x"], rows)
     body = mapped(min(repeats, 15))
-    for what, took in body.items():
-        print(f"\nshard_map of a tiny body, {RANKS} in-process ranks, {what}: {1e3 * took:.2f} ms")
+    rows = [[what, f"{1e3 * took:.2f}"] for what, took in body.items()]
+    print_table(f"shard_map of a tiny body, {RANKS} in-process ranks", ["", "ms"], rows)
+    print()
     print(f"import meshcomm after import torch, s: median {median(imports):.3f}, fastest {min(imports):.3f}")
     return {"in_process": inside, "many": many, "shard_map": body, "import": imports}
 
@@ -509,10 +557,11 @@ def judge_alone(found: Mapping[str, Any]) -> list[Budget]:
     return [
         Budget(what, inside[NO_GRAD] / inside["ring"], 2.4, "x"),
         *(
-            Budget(f"shard_map of a tiny body, {RANKS} in-process ranks, {how}", 1e3 * took, 1.5, "ms")
+            timed(f"shard_map of a tiny body, {RANKS} in-process ranks, {how}", 1e3 * took, 1.5, "ms")
             for how, took in found["shard_map"].items()
+            if how in CHECKED
         ),
-        Budget("import meshcomm beyond import torch, byte-compiled", median(found["import"]), 0.05, "s"),
+        timed("import meshcomm beyond import torch, byte-compiled", median(found["import"]), 0.05, "s"),
     ]
 
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 import meshcomm as mc
-from benchmarks.common import RANKS, Budget, as_json, options_of, print_budgets, print_table, quiet, run
+from benchmarks.common import RANKS, as_json, options_of, print_budgets, print_table, quiet, run, timed
 from meshcomm.tracing.traces import trace
 
 STATES = ("never traced", "another one", "after a trace", "in a trace")
@@ -149,7 +149,7 @@ def measure(options: Namespace) -> dict[str, Any]:
     ]
     print_table("One call of 16 elements, the fake backend", ["µs", STATES[0], STATES[3], "in - never"], rows)
     most = max(adds, key=adds.__getitem__)
-    budgets = [Budget(f"what a trace adds to a call, fake, worst of {len(adds)}: {most}", adds[most], 8, "µs")]
+    budgets = [timed(f"what a trace adds to a call, fake, worst of {len(adds)}: {most}", adds[most], 8, "µs")]
     print_budgets(budgets)
     return {"repeats": repeats, "all_reduce": found, "calls": calls, "budgets": as_json(budgets)}
 

@@ -257,3 +257,4 @@ def test_what_one_run_of_all_collects() -> None:
     found = {"runs": [{"budgets": as_json(budgets[:1])}], "budgets": as_json(budgets[1:])}
     assert list(all_of_them.budgets_in(found)) == budgets
     assert [budget.verdict for budget in budgets] == ["holds", "not measured", "over"]
+    assert [Budget("four", 3.0, 2.0, "ms", pace).verdict for pace in (1.4, 1.6)] == ["over", "holds at this pace"]
