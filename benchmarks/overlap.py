@@ -41,7 +41,7 @@ from torch.profiler import ProfilerActivity, profile
 import meshcomm as mc
 from benchmarks.common import Budget, judged, machine, options_of, print_beside, print_machine, print_table, write
 from benchmarks.peers import gather_single, scatter_single
-from meshcomm.collectives import overlap
+from meshcomm.collectives.trees import overlap
 from meshcomm.runtime.start import world
 
 AXIS = "dp"

@@ -20,7 +20,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import meshcomm as mc
-from meshcomm.collectives import overlap
+from meshcomm.collectives.trees import overlap
 from meshcomm.runtime import groups, recorder
 from meshcomm.runtime.pending import Pending
 from meshcomm.runtime.process import accelerator

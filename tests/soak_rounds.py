@@ -25,7 +25,7 @@ from torch.nn.functional import mse_loss
 import meshcomm as mc
 from meshcomm import mesh as meshes
 from meshcomm._torch import default_store
-from meshcomm.collectives import buckets
+from meshcomm.collectives.trees import buckets
 from meshcomm.parallel import checkpoint, data_parallel, fully_shard, tensor_parallel
 from meshcomm.runtime import groups
 from meshcomm.runtime.pending import Pending

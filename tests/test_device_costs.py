@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
 from meshcomm import _torch
-from meshcomm.collectives import overlap
+from meshcomm.collectives.trees import overlap
 from meshcomm.parallel import data_parallel, fully_shard, no_sync, reduce_gradients
 from meshcomm.parallel.fsdp.buffers import offload
 from meshcomm.parallel.fsdp.groups import Group

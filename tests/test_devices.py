@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import toy_device
 
 import meshcomm as mc
-from meshcomm.collectives import overlap
+from meshcomm.collectives.trees import overlap
 from meshcomm.objects.objects import all_gather_object
 from meshcomm.parallel.fingerprints import Fingerprint, differ, fingerprint_of
 from meshcomm.parallel.stand_ins import become

@@ -15,7 +15,7 @@ from later import for_later
 from stand_in import Stream, stand_in
 
 import meshcomm as mc
-from meshcomm.collectives import overlap
+from meshcomm.collectives.trees import overlap
 from meshcomm.runtime import recorder
 from meshcomm.runtime.call import told
 from meshcomm.runtime.health import overdue

@@ -15,7 +15,6 @@ from typing_extensions import Unpack
 
 from meshcomm._torch import copied_in_graph
 from meshcomm.collectives import check
-from meshcomm.collectives.buckets import Rows
 from meshcomm.collectives.door import (
     EitherOfLocal,
     EitherOfTree,
@@ -27,6 +26,7 @@ from meshcomm.collectives.door import (
     carried,
 )
 from meshcomm.collectives.rule import Described, Params, Rule, apply, rule_named
+from meshcomm.collectives.trees.buckets import Rows
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then

@@ -14,9 +14,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from meshcomm.collectives import check
-from meshcomm.collectives.buckets import slice_shape
 from meshcomm.collectives.check import Reduced
 from meshcomm.collectives.door import Either, Later, Now, aside, kept, made
+from meshcomm.collectives.trees.buckets import slice_shape
 from meshcomm.errors import MeshError, held, shape_text
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op

@@ -14,8 +14,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from meshcomm import _torch
-from meshcomm.collectives import buckets, check
-from meshcomm.collectives.buckets import ELEMENTS, Rows
+from meshcomm.collectives import check
 from meshcomm.collectives.check import Reduced
 from meshcomm.collectives.door import (
     EitherOfLocal,
@@ -30,8 +29,10 @@ from meshcomm.collectives.door import (
     started,
 )
 from meshcomm.collectives.gather import as_first, gather_over, lies_first
-from meshcomm.collectives.overlap import vary_tree
 from meshcomm.collectives.rule import Params, Rule, apply, sums_of
+from meshcomm.collectives.trees import buckets
+from meshcomm.collectives.trees.buckets import ELEMENTS, Rows
+from meshcomm.collectives.trees.overlap import vary_tree
 from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then

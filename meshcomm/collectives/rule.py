@@ -4,8 +4,6 @@ A :class:`Rule` says what a collective does on plain tensors and what its transp
 rest is said by the collective's :class:`Op`. From that come four ways to run it, chosen per call, the cheapest last:
 traced into one graph under torch.compile, an autograd.Function that knows vmap and jvp under a torch.func transform,
 one that only knows backward, and the bare call. Since a backward runs rules again, derivatives of every order follow.
-
-:func:`start` is the same for later: the primitives give a Pending.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from meshcomm._torch import (
-    backward_pass,
     dual_level_open,
     forward_mode_on,
     functorch_active,
@@ -29,21 +26,16 @@ from meshcomm._torch import (
     let_into_graph,
     outside_dispatch_modes,
     outside_transforms,
-    plain_apply,
     primal_of,
     profiler_on,
     shortened,
     unwrap_if_dead,
-    version_of,
 )
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, axis_with_key
-from meshcomm.runtime.call import UNSEEN, Call, for_later, told
-from meshcomm.runtime.callsite import call_site
+from meshcomm.runtime.call import UNSEEN, Call, told
 from meshcomm.runtime.hooks.ranges import in_range
-from meshcomm.runtime.ledger import Entry
 from meshcomm.runtime.ops import Op
-from meshcomm.runtime.pending import settled, then
 from meshcomm.runtime.whose import Whose
 
 Params = tuple[Any, ...]
@@ -132,7 +124,7 @@ class Rule:
         tree: Described,
         ended: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Run it, and tell a link that wants to know meanwhile what is called. ``ended``: see :func:`start`."""
+        """Run it, and tell a link that wants to know meanwhile what is called. ``ended``: see :func:`later.start`."""
         link, given, before = axis.link, params[: len(self.agreed)], told.call
         whose = None if self.whose is None else params[self.whose]
         try:
@@ -233,178 +225,6 @@ def sums_of(rule: Rule, transpose: Callable[[Tensor, Axis], Tensor]) -> Callable
         return link.sum_told(x, (note, given, x.dtype, x.shape, (), False, axis, None))
 
     return summed
-
-
-def start(
-    rule: Rule,
-    x: Tensor,
-    axis: Axis,
-    params: Params = (),
-    tree: Described = (),
-    ended: Callable[[Tensor], Tensor] | None = None,
-    needs_grad: bool = False,
-) -> Any:
-    """Begin ``rule`` on ``x``: the result, or a Pending of it. ``x`` may change after the call. ``ended``: what a
-    caller that waits by itself does with either; then one node is made, as if :func:`apply` had been called.
-    ``needs_grad``: whether ``x`` is that of a node that is made around it.
-    """
-    if _is_compiling() or functorch_active() or dual_level_open():
-        return apply(rule, x, axis, params, tree)
-    if x.requires_grad and _makes_graphs():
-        return _start_node(rule, x, axis, params, tree, ended)
-    link, one_read = axis.link, rule.op.primitive
-    if not (rule.local or rule.takes or axis.size == 1 or (one_read and link.copies(one_read, x))):
-        x = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-    before, told.later = told.later, True  # as ``for_later`` does, without its calls
-    try:
-        if ended is None and not link.hears and not profiler_on():
-            return rule.run(x, axis, *params)
-        return rule.announced(x, axis, params, needs_grad, tree, ended)
-    finally:
-        told.later = before
-
-
-def _start_node(
-    rule: Rule, x: Tensor, axis: Axis, params: Params, tree: Described, ended: Callable[[Tensor], Tensor] | None
-) -> Any:
-    with torch.no_grad():
-        raw = start(rule, x.detach(), axis, params, tree, ended, True)
-    if ended is not None:
-        site = call_site()
-        return then(raw, lambda y: rule.node(unwrap_if_dead(x), (axis, params, [site, y])))
-    pair = _Pair(rule, axis, params, version_of(x) if rule.saves else 0)
-    token = _start(unwrap_if_dead(x), pair)
-    return then(raw, lambda y: pair.finish(token, x, y))
-
-
-class _Pair:
-    """The two nodes of a collective, one where it was begun and one where it was waited for.
-
-    Along the edge between them goes an empty tensor, in both directions: a buffer that a collective is still writing is
-    never handed to autograd, which might add it up or look at it.
-
-    In backward the second node comes first. The transpose is begun there, and waited for in the first node, if that
-    gives the same order of collectives on all ranks: they may have waited in different orders, so it is held back until
-    those that were begun after it, while it was under way, have been begun backwards; in the first node at the latest.
-    """
-
-    __slots__ = (
-        "__weakref__", "_end", "_held", "_own", "_passes", "_since", "axis", "early", "params", "rule", "version", "y",
-    )  # fmt: skip
-
-    def __init__(self, rule: Rule, axis: Axis, params: Params, version: int) -> None:
-        self.rule, self.axis, self.params, self.version = rule, axis, params, version
-        self.y: Tensor | None = None
-        self.early = False
-        self._since = axis.link.ledger.at_once
-        self._end: Entry | None = None  # of those begun after this one while it was under way
-        self._passes: dict[int, _Pass] = {}  # that are between the two nodes
-        self._held: dict[int, list[_Pair]] = {}  # those that begin after this one, by pass
-        self._own = axis.link.ledger.begin(self)
-
-    def finish(self, token: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """The result as a function of ``x``."""
-        if self.rule.saves and version_of(x) != self.version:
-            fail(
-                self.rule.name,
-                "x was changed in place between the start and the wait, and its derivative needs it.",
-                fix="change it after the wait, or pass x.clone()",
-            )
-        ledger = self.axis.link.ledger
-        self._end = ledger.wait(self)
-        self.early = not self.rule.saves and ledger.at_once == self._since
-        self.y = y
-        return _finish(token, x if self.rule.saves else None, self)  # type: ignore[no-any-return]
-
-    def second_node(self, g: Tensor, saved: tuple[Tensor, ...]) -> None:
-        """Take the gradient of the result, and begin the transpose if that may be."""
-        number = backward_pass()
-        self._passes[number] = _Pass(g, saved)
-        if self.early and not (torch.is_grad_enabled() or torch.is_anomaly_enabled()):
-            self._begin_in_turn(number)
-
-    def _begin_in_turn(self, number: int) -> None:
-        turn = [self]
-        while turn:  # there may be thousands, each of which was held back by the next
-            pair = turn.pop()
-            mine = pair._passes.get(number)
-            if mine is None or mine.begun:
-                continue
-            other = pair._not_begun(number)
-            if other is not None:
-                other._held.setdefault(number, []).append(pair)
-                continue
-            mine.gradient, mine.begun = for_later(True, pair._run, mine), True
-            turn += reversed(pair._held.pop(number, ()))
-
-    def _not_begun(self, number: int) -> _Pair | None:
-        """The first of those that come before this one in backward that has not been begun there."""
-        entry, last = self._own.following, -1 if self._end is None else self._end.number
-        while entry is not None and entry.number <= last:
-            other: _Pair | None = entry.call()
-            if other is not None:
-                there = other._passes.get(number)
-                if there is None or not there.begun:
-                    return other
-                if other._end is not None and other._end.number > entry.number:
-                    entry = other._end  # all up to there had been begun before it
-            entry = entry.following
-        return None
-
-    def first_node(self) -> Tensor:
-        """The gradient of ``x``."""
-        number = backward_pass()
-        mine = self._passes.pop(number)
-        self._held.pop(number, None)
-        gradient = mine.gradient if mine.begun else self._run(mine)
-        return settled(gradient)  # type: ignore[no-any-return]
-
-    def _run(self, what: _Pass) -> Any:
-        return self.rule.transpose(what.g, self.axis, *what.saved, *self.params)
-
-
-class _Pass:
-    """One backward pass between the two nodes of a pair."""
-
-    __slots__ = ("begun", "g", "gradient", "saved")
-
-    def __init__(self, g: Tensor, saved: tuple[Tensor, ...]) -> None:
-        self.g, self.saved = g, saved
-        self.gradient: Any = None
-        self.begun = False
-
-
-class _Start(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, pair: _Pair) -> Tensor:
-        ctx.pair = pair
-        return x.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.pair.first_node(), None
-
-
-class _Finish(Function):
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, x: Tensor | None, pair: _Pair) -> Tensor:
-        ctx.pair = pair
-        y, pair.y = pair.y, None
-        assert y is not None
-        if not pair.rule.local and is_view(y):
-            y = y.detach()  # as below
-        if x is not None:
-            ctx.save_for_backward(x, y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        ctx.pair.second_node(g, ctx.saved_tensors if ctx.pair.rule.saves else ())
-        return g.new_empty(0), None, None
-
-
-_start: Any = super(Function, shortened(_Start, "pair")).apply  # type: ignore[misc]
-_finish: Any = plain_apply(_Finish, "pair")  # under a transform too
 
 
 def refuse_in_process(name: str, axis: Axis) -> None:

@@ -350,7 +350,7 @@ _BY_PLACE = {
 """What is made in a function of the library's."""
 _LINK = "runtime/transports/dry/link.py"
 _GATHERS = ((_LINK, "all_gather"), (_LINK, "gather_flat"))
-_REDUCING = ("collectives/overlap.py", "parallel/data/replica.py", "parallel/data/spread.py")
+_REDUCING = ("collectives/trees/overlap.py", "parallel/data/replica.py", "parallel/data/spread.py")
 
 
 def _frames() -> tuple[Spot, list[tuple[str, str]]]:

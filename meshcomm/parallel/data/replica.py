@@ -20,8 +20,8 @@ from meshcomm._torch import dual_level_open, functorch_active, version_of
 from meshcomm.collectives import check
 from meshcomm.collectives.agree import agree
 from meshcomm.collectives.broadcast import take_from
-from meshcomm.collectives.overlap import How, sums_alone, vary_tree
 from meshcomm.collectives.reduce import pvary, with_gradient_over
+from meshcomm.collectives.trees.overlap import How, sums_alone, vary_tree
 from meshcomm.errors import fail
 from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
 from meshcomm.parallel.alike import refuse_other_modules

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from meshcomm import _torch
-from meshcomm.collectives import buckets, check
+from meshcomm.collectives import check
 from meshcomm.collectives.gather import all_gather
 from meshcomm.collectives.reduce import pvary
+from meshcomm.collectives.trees import buckets
 from meshcomm.errors import fail
 from meshcomm.mesh import AxisName, Mesh
 from meshcomm.parallel.fsdp import gathered_again, in_graphs

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -26,6 +26,13 @@ from meshcomm.runtime.pending import TimedOutError
 from meshcomm.runtime.process import accelerator, forks, inside
 from meshcomm.runtime.transports.threads.random_state import RandomState
 from meshcomm.runtime.transports.threads.shared_leaves import SharedLeaves
+from meshcomm.runtime.transports.threads.surroundings import (
+    Modes,
+    caller_modes,
+    leave_the_core,
+    let_others_finish,
+    on_one_core,
+)
 
 _running = threading.Lock()
 _LOOKS = 1000
@@ -202,7 +209,7 @@ class World:
         """Run ``body`` on every rank and give the results in order of rank; the first error of a rank ends all of
         them.
         """
-        modes, setups = _caller_modes(), [setup for capture in _carried if (setup := capture()) is not None]
+        modes, setups = caller_modes(), [setup for capture in _carried if (setup := capture()) is not None]
         threads: list[_Thread] = []
         for rank in self.ranks:
             threads.append(_Thread(rank.index, self._live, rank, body, modes, setups, threads[-1] if threads else None))
@@ -217,7 +224,7 @@ class World:
         try:  # at once: who is interrupted before would leave it locked
             if self.limit is not None:
                 self._end = time.monotonic() + self.limit.total_seconds()
-            with _torch.forward_ad_shared(), self._watched(), _on_one_core():
+            with _torch.forward_ad_shared(), self._watched(), on_one_core():
                 self._ready.popleft().turn.release()
                 threads[-1].start()  # and each starts the one before it
                 self._await_end()
@@ -380,7 +387,7 @@ class World:
         return "\n".join(rank.describe() for rank in self.ranks)
 
     def _live(
-        self, rank: Rank, body: Callable[[], Any], modes: _Modes, setups: Sequence[_Setup], before: _Thread | None
+        self, rank: Rank, body: Callable[[], Any], modes: Modes, setups: Sequence[_Setup], before: _Thread | None
     ) -> None:
         """The life of one rank's thread. It starts the one of the rank before while it is as new as the caller's
         settings made it: what a thread inherits, such as its core and its signal mask, no rank has changed yet.
@@ -388,7 +395,7 @@ class World:
         local.rank = rank
         try:
             if rank is self.ranks[-1]:
-                _let_others_finish()
+                let_others_finish()
             if before is not None:
                 before.start()
             rank.turn.acquire()
@@ -417,47 +424,8 @@ class World:
         (self._ended if after is None else after.turn).release()
 
 
-@contextlib.contextmanager
-def _on_one_core() -> Iterator[None]:
-    """Keep this thread, and those that it starts, on one core where torch computes with one thread: only one of them
-    runs at a time, and what one has written another one reads. On two cores all of it takes twice as long.
-    """
-    if not hasattr(os, "sched_setaffinity") or torch.get_num_threads() != 1:
-        yield
-        return
-    cores = os.sched_getaffinity(0)
-    _cores.update(cores)
-    os.sched_setaffinity(0, {sorted(cores)[os.getpid() % len(cores)]})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
-
-
-def _let_others_finish() -> None:
-    """As of a batch, a thread that is woken does not push aside the one that wakes it, which has the interpreter still:
-    this one, and those that it starts.
-    """
-    if hasattr(os, "sched_setscheduler") and torch.get_num_threads() == 1:
-        with contextlib.suppress(OSError):  # what the caller has asked for stays
-            if os.sched_getscheduler(0) == os.SCHED_OTHER:
-                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-_cores: set[int] = set()
-
-
-def _leave_the_core() -> None:
-    """A process forked in a rank, such as a worker of a DataLoader, may use all cores again."""
-    if local.rank is not None and _cores:
-        os.sched_setaffinity(0, _cores)
-        with contextlib.suppress(OSError):
-            if os.sched_getscheduler(0) == os.SCHED_BATCH:
-                os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_the_core)
+    os.register_at_fork(after_in_child=lambda: None if local.rank is None else leave_the_core())
 
 
 def _alone() -> None:
@@ -476,35 +444,3 @@ def _named(error: BaseException | None, rank: Rank, size: int) -> BaseException:
     if hasattr(error, "add_note"):  # Python 3.11 on
         error.add_note(f"raised by rank {rank.index} of {size} in meshcomm.launch")
     return error
-
-
-_Modes = Callable[[], contextlib.AbstractContextManager[object]]
-_NOTHING = contextlib.nullcontext()
-
-
-def _caller_modes() -> _Modes:
-    """The caller's grad mode, autocast and default device, which torch keeps per thread, for a new thread."""
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    device = torch.get_default_device()
-    cache = torch.is_autocast_cache_enabled()
-    casts = [(kind, dtype) for kind, dtype, enabled in accelerator.casts() if enabled]
-    plain = not (inference or casts or device.type != "cpu")
-
-    def modes() -> contextlib.AbstractContextManager[object]:
-        # Backward of a device runs on one thread of the process otherwise, where ranks would block each other.
-        torch.autograd.set_multithreading_enabled(False)
-        if torch.is_grad_enabled() != grad:
-            torch.set_grad_enabled(grad)
-        if plain:
-            return _NOTHING
-        stack = contextlib.ExitStack()
-        if inference:
-            stack.enter_context(torch.inference_mode())
-            torch.set_grad_enabled(grad)
-        if device.type != "cpu":
-            stack.enter_context(device)
-        for kind, dtype in casts:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
-        return stack
-
-    return modes
