@@ -57,16 +57,21 @@ def test_a_small_call_runs_few_functions(pool4: Any, name: str, most: int) -> No
 
 def functions_in_process(name: str) -> Counter[str]:
     mesh = mc.make_mesh({"a": 8})
-    x = torch.ones(16)
+    x, w = torch.ones(16), torch.ones(16, requires_grad=True)
     call = {
         "all_reduce": lambda: mc.all_reduce(x, "a", mesh=mesh),
         "all_gather": lambda: mc.all_gather(x, "a", mesh=mesh),
         "barrier": lambda: mc.barrier("a", mesh=mesh),
+        "requires grad": lambda: mc.all_reduce(w, "a", mesh=mesh),
+        "and backward": lambda: torch.autograd.grad(mc.all_reduce(w, "a", mesh=mesh), w, x),
     }[name]
     return min([counted(call, "/meshcomm/") for _ in range(6)][2:], key=lambda seen: seen.total())
 
 
-@pytest.mark.parametrize(("name", "most"), [("all_reduce", 18), ("all_gather", 30), ("barrier", 26)])
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("all_reduce", 15), ("all_gather", 27), ("barrier", 23), ("requires grad", 16), ("and backward", 24)],
+)
 def test_a_call_of_ranks_of_one_process_runs_few_functions(name: str, most: int) -> None:
     for seen in mc.launch(functions_in_process, ranks=8, args=(name,)):
         assert seen.total() <= most, seen
