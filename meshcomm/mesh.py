@@ -7,7 +7,7 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, NoReturn, TypeVar, cast
@@ -66,8 +66,8 @@ class Axis(Answers):
         self.index = self.own_index = index
         self.link = link
         self.coordinate = self.own_coordinate = coordinate
-        self.devices: set[torch.device] = set()  # those that the link is known to move
-        self.moves_cpu = False  # whether the CPU is one of them, which takes a tenth of the time to ask
+        self.devices: tuple[torch.device, ...] = ()  # those that the link is known to move, but for the CPU:
+        self.moves_cpu = False  # to ask for that takes a tenth of the time
         self.sum_hook: Tensor | None = None  # what a gradient goes through behind a sum; see collectives/rule.py
         self.key = str(next(_keys))  # a graph takes a number that has changed for one that may be any
         _axes[self.key] = self
@@ -75,13 +75,16 @@ class Axis(Answers):
         if index_tensor is not None:
             self.index_tensor = index_tensor
         elif not mesh.in_process:
-            self.index_tensor  # noqa: B018  # a graph finds it made
+            self.index_tensor = self._own_index_tensor()  # a graph finds it made
         for told in _told:
             told(self)
 
     @cached_property
     def index_tensor(self) -> Tensor:
         """The index on the mesh's device."""
+        return self._own_index_tensor()
+
+    def _own_index_tensor(self) -> Tensor:
         with _torch.outside_transforms():  # it outlives whatever the first user is in the middle of
             return torch.tensor(self.own_index, device=self.mesh.device)
 
@@ -202,6 +205,20 @@ def forget_axes(ended: Callable[[Axis], bool]) -> None:
             _axes.pop(key, None)
 
 
+_making: dict[tuple[int, tuple[str, ...]], threading.Lock] = {}
+"""Axes of meshes, by their keys, that are made at this moment."""
+
+
+@contextlib.contextmanager
+def _one_at_a_time(key: tuple[int, tuple[str, ...]]) -> Iterator[None]:
+    """Who comes second finds what the first has made."""
+    with _making.setdefault(key, threading.Lock()):
+        try:
+            yield
+        finally:
+            _making.pop(key, None)
+
+
 _meshes: weakref.WeakValueDictionary[int, Mesh] = weakref.WeakValueDictionary()
 _makers: dict[str, Callable[..., Mesh]] = {}
 
@@ -264,7 +281,6 @@ class Mesh(Answers, Shown):
         self._device_mesh = device_mesh
         self._on_cpu = device_mesh is not None and device_mesh.device_type == "cpu"
         self.axes: dict[AxisName, Axis] = {}
-        self._making: dict[tuple[str, ...], threading.Lock] = {}
         self._identity = place.identify(shape, ranks)
         self.reads: PlaceReads | None = getattr(place, "reads", None)
         """Who wants to know what a rank asks of its place, if anybody does."""
@@ -468,7 +484,7 @@ class Mesh(Answers, Shown):
             self._outside_a_rank(where)
         rank = current_rank() if self.in_process else None
         # A name and the tuple of it alone are one axis; and two threads that ask for it find the same.
-        with self._making.setdefault(parts, threading.Lock()) if rank is None else contextlib.nullcontext():
+        with _one_at_a_time((self.key, parts)) if rank is None else contextlib.nullcontext():
             axes: dict[Any, Axis] = self.axes if rank is None else rank.axes
             keys: list[Any] = [name, parts, *(parts if len(parts) == 1 else ())]
             keys = keys if rank is None else [(self, key) for key in keys]

@@ -100,8 +100,10 @@ def tensor(where: str, x: Tensor, axis: Axis, name: str = "x") -> None:
                 x=x,
                 fix=f"{why}; move it to {axis.mesh.device}",
             )
-        axis.devices.add(x.device)
-        axis.moves_cpu = axis.moves_cpu or x.is_cpu
+        if x.is_cpu:
+            axis.moves_cpu = True
+        else:
+            axis.devices = *axis.devices, x.device
 
 
 def _odd_tensor(where: str, x: object, axis: Axis, name: str) -> None:

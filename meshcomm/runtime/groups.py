@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -37,7 +37,7 @@ from meshcomm.runtime.transports.process_group import FEW, ProcessLink
 from meshcomm.runtime.transports.shared.leaving import retire, take_leave
 from meshcomm.runtime.transports.shared.mailbox import Mail
 from meshcomm.runtime.transports.shared.transport import OneHostLink
-from meshcomm.runtime.transports.turns import Family, Pool
+from meshcomm.runtime.transports.turns import Channel, Family, Pool, Turn
 
 _FOR_THE_WIRE = 4.5
 """Seconds that a rank has to tell the others of its machine why nothing came to it from another one: the one by which
@@ -48,7 +48,8 @@ _pools: dict[tuple[tuple[int, ...], timedelta], Pool] = {}
 _making: dict[tuple[tuple[int, ...], timedelta], threading.Lock] = {}
 _links: weakref.WeakSet[ProcessLink] = weakref.WeakSet()
 _mails: dict[int, Mail] = {}
-_let_go: deque[tuple[weakref.ref[Family], str, str, bool]] = deque()
+_Left = tuple[weakref.ref[Family], str, str, bool]
+_let_go: deque[_Left] = deque()
 """Sequences that this rank needs no more, of which there may be something at the store."""
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[Any]] = weakref.WeakKeyDictionary()
 """How many of each kind have been made, while the ranks are together."""
@@ -105,9 +106,7 @@ def _keep(here: membership.ProcessWorld, link: ProcessLink, family: Family, name
             gone.forget(channel, alone)
             attendance.forget(met, len(gone.ranks))
     if not here.adopted and here.backend != "fake":
-        apart = not link.shares_memory
-        # No more than a reference: a group that outlives the end of the interpreter waits for what is under way.
-        weakref.finalize(link.hold, _let_go.append, (weakref.ref(family), name, barrier, apart)).atexit = False
+        cast(_Hold, link.hold).left = family.ref, name, barrier, not link.shares_memory
 
 
 def _family_of(here: membership.ProcessWorld, ranks: tuple[int, ...], limit: timedelta) -> Family:
@@ -164,7 +163,7 @@ def _made(here: membership.ProcessWorld, family: Family, name: str) -> ProcessLi
     ring = recorder.own_ring(recorder.Owner(here.rank, here.size))
     seconds = None if limit == here.timeout else limit.total_seconds()
     log = ring.log(ranks, index, name, seconds, membership.meeting_number(here))
-    near, hosts = _found_near(here, group, ranks)
+    near, hosts = _near_of(here, family)
     args = group, ranks, index, log, name
     link: ProcessLink
     if lacks_a_way(dist.get_backend_config(group)):
@@ -172,10 +171,9 @@ def _made(here: membership.ProcessWorld, family: Family, name: str) -> ProcessLi
         link = detoured(*args, own=here.device)
     else:
         link = (HostsLink if hosts is not None else ProcessLink if near is None else OneHostLink)(*args)
-    link.makers |= {"turn": partial(family.turn, name), "channel": partial(family.channel, name)}
+    link.hold = hold = _Hold(log, family, name)
+    link.makers |= {"turn": hold.turn, "channel": hold.channel}
     link.numbers = family.numbers
-    hold = _Hold(log)
-    link.hold = hold
     if link.nccl:
         overdue.watch(log, limit.total_seconds())
     if near is not None and hosts is not None and isinstance(link, HostsLink):
@@ -193,16 +191,25 @@ def _made(here: membership.ProcessWorld, family: Family, name: str) -> ProcessLi
             parts.append(part)
         link.meet_in(hosts, *parts)
     elif near is not None:
-        link.makers["mail"] = partial(_mail_of, near, name, index, limit.total_seconds(), here.adopted, hold)
+        link.makers["mail"] = hold.mail
     return link
+
+
+def _near_of(here: membership.ProcessWorld, family: Family) -> tuple[Neighbours | None, Arrangement | None]:
+    """Where those are that this rank may share memory with, and how they are spread if not all are on its machine."""
+    found = _near.get(family)
+    if found is None:
+        found = _near[family] = _found_near(here, family.base, family.ranks)
+    return found
+
+
+_near: weakref.WeakKeyDictionary[Family, tuple[Neighbours | None, Arrangement | None]] = weakref.WeakKeyDictionary()
 
 
 def _found_near(
     here: membership.ProcessWorld, group: dist.ProcessGroup, ranks: tuple[int, ...]
 ) -> tuple[Neighbours | None, Arrangement | None]:
-    """Where those are that this rank may share memory with, and how they are spread if not all are on its machine: all
-    ranks know the same, and so come to the same.
-    """
+    """All ranks know the same, and so come to the same."""
     if not 1 < len(ranks) <= FEW * MOST or not membership.gloo_on_cpu(dist.get_backend_config(group)):
         return None, None
     near = membership.addresses_of(here, ranks)
@@ -213,10 +220,44 @@ def _found_near(
 
 
 class _Hold:
-    """Lasts as long as one of the forms of a link."""
+    """Lasts as long as one of the forms of a link, and makes what that asks for. It has no more than a reference to
+    what has a group of torch's: one that outlives the end of the interpreter waits for what is under way.
+    """
 
-    def __init__(self, log: recorder.Log) -> None:
-        weakref.finalize(self, setattr, log, "over", True).atexit = False
+    __slots__ = ("__weakref__", "_family", "_log", "_name", "left")
+    let_go = _let_go
+    """A part of the class, for a hold may be the last to go."""
+
+    def __init__(self, log: recorder.Log, family: Family, name: str) -> None:
+        self._log, self._family, self._name = log, family.ref, name
+        self.left: _Left | None = None
+        """What there may be at the store once it has gone."""
+
+    def turn(self) -> Turn:
+        """As the family."""
+        return self._there().turn(self._name)
+
+    def channel(self) -> Channel:
+        """As the family."""
+        return self._there().channel(self._name)
+
+    def mail(self) -> Mail:
+        """Of a link on one machine."""
+        here, family = world.current(), self._there()
+        assert here is not None
+        near, _ = _near_of(here, family)
+        assert near is not None
+        return _mail_of(near, self._name, family.index, family.limit.total_seconds(), here.adopted, self)
+
+    def _there(self) -> Family:
+        family = self._family()
+        assert family is not None  # as long as there are groups; then nobody asks
+        return family
+
+    def __del__(self) -> None:
+        self._log.over = True
+        if self.left is not None:
+            self.let_go.append(self.left)
 
 
 def _mail_of(near: Neighbours, name: str, index: int, timeout: float, adopted: bool, hold: _Hold) -> Mail:

@@ -20,6 +20,8 @@ class Entry:
 class Ledger:
     """One link's calls that autograd will run backwards."""
 
+    __slots__ = ("_last", "_open", "at_once", "modules")
+
     def __init__(self) -> None:
         self.at_once = 0
         """How many gave their result at once."""

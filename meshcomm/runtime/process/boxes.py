@@ -58,11 +58,11 @@ if sys.platform == "linux":  # elsewhere no memory is shared
 class Box:
     """What one rank of a group tells the others: an entry for each call, in a ring. In units of cells."""
 
-    __slots__ = ("_base", "_bell", "cells", "listens")
+    __slots__ = ("_address", "_base", "cells", "listens")
 
     def __init__(self, cells: memoryview[int], base: int, address: int) -> None:
         """``address``: of the first cell."""
-        self.cells, self._base, self._bell = cells, base, address + 8 * (base + _BELL)
+        self.cells, self._base, self._address = cells, base, address
         self.listens = base + _LISTENS
         """The cell that says whether its rank listens."""
 
@@ -118,7 +118,7 @@ class Box:
         """Until somebody rings after ``heard``, or the time (less than a second) is over, or a signal comes; whether
         nobody has rung.
         """
-        _syscall(_FUTEX, self._bell, _WAIT, heard, _Span(0, int(1e9 * seconds)))
+        _syscall(_FUTEX, self._address + 8 * (self._base + _BELL), _WAIT, heard, _Span(0, int(1e9 * seconds)))
         return self.cells[self._base + _BELL] == heard
 
     def ring(self) -> None:
@@ -127,7 +127,7 @@ class Box:
         if cells[base + _LISTENS]:
             cells[base + _LISTENS] = 0
             cells[base + _BELL] = (cells[base + _BELL] + 1) % _MOST_RINGS
-            _syscall(_FUTEX, self._bell, _WAKE, _MOST_RINGS, None)
+            _syscall(_FUTEX, self._address + 8 * (base + _BELL), _WAKE, _MOST_RINGS, None)
 
     def say_count(self, turn: int, count: int) -> None:
         """How many calls this rank has made, in this meeting of all."""
@@ -179,7 +179,8 @@ class Arena:
     def place(self, key: int) -> int | None:
         """Which of the boxes it is."""
         cells = self._cells
-        return next((i for i in range(cells[_DIRECTORY]) if cells[_DIRECTORY + 1 + 2 * i] == key), None)
+        newest_first = range(cells[_DIRECTORY] - 1, -1, -1)  # which is asked for most
+        return next((i for i in newest_first if cells[_DIRECTORY + 1 + 2 * i] == key), None)
 
     def notes(self) -> memoryview[int]:
         """Bytes about this process as a whole."""

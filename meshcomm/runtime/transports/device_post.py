@@ -56,6 +56,8 @@ def messages_for(
 class Outbox:
     """The messages of one group that have been called for and not begun."""
 
+    __slots__ = ("_waiting",)
+
     def __init__(self) -> None:
         self._waiting: list[Queued] = []
 

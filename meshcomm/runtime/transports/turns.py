@@ -214,6 +214,8 @@ class Family:
         """``at``: names their keys in the store; empty where there is none."""
         self.ranks, self.index, self.limit, self.pool = pool.ranks, pool.index, limit, pool
         self._at = at
+        self.ref = weakref.ref(self)
+        """For who must not keep it. Its own, for a reference that is garbage together with who has it is cleared."""
         self._named: set[str] = set()
         self.numbers = itertools.count()
         """Of what this process sends within the group."""

@@ -196,7 +196,7 @@ class Call(Entry):
         if mail.given or self._partly:
             if self._partly:
                 self._partly = False
-                mail.given.append((self.number, self.digest))
+                (mail.given if mail.given is not None else mail.keep_given()).append((self.number, self.digest))
             compare_given(mail)
         return result
 

@@ -43,7 +43,7 @@ class Boxes(Protocol):
 
     index: int
     others: tuple[int, ...]
-    given: deque[Given]
+    given: deque[Given] | None
 
     def box(self, index: int) -> Box | None:
         """Of a rank of it."""

@@ -39,7 +39,7 @@ from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.transports import dtypes, envelopes
 from meshcomm.runtime.transports.envelopes import LENGTHS, Envelope
 from meshcomm.runtime.transports.post import following
-from meshcomm.runtime.transports.shared.mailbox import Mail
+from meshcomm.runtime.transports.shared.mailbox import Addressee, Mail
 from meshcomm.runtime.transports.shared.words import dtype_of, number_of
 from meshcomm.runtime.transports.underway import Messages
 
@@ -137,6 +137,7 @@ class Letters:
         """For whom there are letters for which there is no place yet."""
         self._next = [1] * len(mail.neighbours)
         self.is_closed = False
+        self._addressees = [Addressee(mail, i) for i in range(len(mail.neighbours))]
         self._rings: list[Any] = [None] * len(mail.neighbours)
         self._asked: dict[tuple[int, int], deque[Parcel]] = {}
         self._came: dict[tuple[int, int], deque[list[int]]] = {}
@@ -304,7 +305,7 @@ class Letters:
     def _lend(self, packed: Tensor, dst: int) -> Segment | None:
         mail = self.mail
         try:
-            readers = [mail.addressees[dst]]
+            readers = [self._addressees[dst]]
             nbytes = max(1, packed.nbytes)
             lent = room.lend(nbytes, (dst, mail.index), readers, patient=not told.later, must=False)
         except (OSError, CommError):

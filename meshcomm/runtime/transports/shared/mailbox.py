@@ -83,10 +83,15 @@ class Letters(Protocol):
 class Mail:
     """The mailboxes of one group: the own one, those of the others, and the number of the last call."""
 
+    __slots__ = (
+        "_borrowed", "adopted", "boxes", "dropped", "failed", "given", "index", "key", "known", "letters", "lexicon",
+        "lock", "neighbours", "number", "open", "other_readers", "others", "own", "readers", "timeout", "user",
+    )  # fmt: skip
+
     def __init__(self, key: int, index: int, neighbours: Sequence[Neighbour | None], timeout: float) -> None:
         """``neighbours``: None for this rank."""
         self.key, self.index, self.neighbours, self.timeout = key, index, tuple(neighbours), timeout
-        self.others = tuple(i for i in range(len(self.neighbours)) if i != index)
+        self.others = tuple([i for i in range(len(self.neighbours)) if i != index])
         self.own = boxes.arena().make_box(key)
         self.boxes: list[Box | None] = [self.own if each is None else each.arena.box(key) for each in neighbours]
         self.number = 0
@@ -94,16 +99,15 @@ class Mail:
         self.user: Callable[[], object | None] | None = None
         """Gives whoever uses it, while somebody does."""
         self.lock = threading.Lock()
-        self.readers = [_Reader(self, i) for i in range(len(self.neighbours))]
+        self.readers = [Reader(self, i) for i in range(len(self.neighbours))]
         self.other_readers = [self.readers[i] for i in self.others]
-        self.addressees = [_Addressee(self, i) for i in range(len(self.neighbours))]
         self.failed = False
         """Whether a message has not come, so that those after it do not either."""
         self.open: dict[int, Open] = {}
         self.lexicon = lexicon()
         self.known = self.lexicon.known
-        self.given: deque[Given] = deque(maxlen=ENTRIES)
-        """Calls that were not compared with those of all others yet."""
+        self.given: deque[Given] | None = None
+        """Calls that were not compared with those of all others yet, once there has been one."""
         self.dropped: list[Open] = []
         self._borrowed: dict[tuple[int, int], Segment] = {}
         self.letters: Letters | None = None
@@ -124,6 +128,13 @@ class Mail:
             if call.is_over:
                 with contextlib.suppress(ValueError):  # another thread was here
                     self.dropped.remove(call)
+
+    def keep_given(self) -> deque[Given]:
+        """From the first call on that is not compared with those of all others at once."""
+        with self.lock:
+            if self.given is None:
+                self.given = deque(maxlen=ENTRIES)
+            return self.given
 
     def is_far(self) -> bool:
         """Whether the next call has to see first that the others have followed."""
@@ -203,11 +214,13 @@ class Mail:
         return (boxes.arena() if neighbour is None else neighbour.arena).words()
 
 
-class _Reader:
+class Reader:
     """Another rank of a group, as one who has been lent something."""
 
+    __slots__ = ("_mail", "place")
+
     def __init__(self, mail: Mail, index: int) -> None:
-        self._mail, self._index, self.place = mail, index, index
+        self._mail, self.place = mail, index
 
     def is_gone(self) -> bool:
         """Whether the process has ended, or has nothing to do with the group any more."""
@@ -219,7 +232,7 @@ class _Reader:
 
     def entry(self, number: int) -> list[int] | None:
         """What this rank has written of a call."""
-        return entry_of(self._mail.box(self._index), number)
+        return entry_of(self._mail.box(self.place), number)
 
     def own_entry(self, number: int) -> list[int] | None:
         """What its lender has."""
@@ -227,8 +240,8 @@ class _Reader:
 
     def who(self) -> str:
         """For errors."""
-        neighbour = self._mail.neighbours[self._index]
-        return f"index {self._index} (process {0 if neighbour is None else neighbour.pid})"
+        neighbour = self._mail.neighbours[self.place]
+        return f"index {self.place} (process {0 if neighbour is None else neighbour.pid})"
 
     def told_of(self, number: int) -> str:
         """Who it is, and what it has not read."""
@@ -240,12 +253,14 @@ class _Reader:
         return f"{who} of call {number}, {given}" + (f", and has called {called}" if called != given else "")
 
     def _is(self, state: int) -> bool:
-        neighbour, box = self._mail.neighbours[self._index], self._mail.box(self._index)
+        neighbour, box = self._mail.neighbours[self.place], self._mail.box(self.place)
         return (box is not None and box.state() >= state) or (neighbour is not None and neighbour.is_gone())
 
 
-class _Addressee(_Reader):
+class Addressee(Reader):
     """The same, of a message that was lent: it belongs to no call."""
+
+    __slots__ = ()
 
     def is_gone(self) -> bool:
         """As a reader; or it does not hear of messages any more, as at its end: it receives none then."""
