@@ -570,7 +570,7 @@ def test_offloaded_numbers_are_those_of_one_rank(
     bus: Bus, can_call_back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not can_call_back:
-        monkeypatch.setattr(_torch.autograd, "_after_backward", None)
+        monkeypatch.setattr(_torch.backward, "_after_backward", None)
     expected = numbers_of(layers())
     found = numbers_of(offloaded(mc.make_mesh({"a": 1})))
     assert found[0] == pytest.approx(expected[0])

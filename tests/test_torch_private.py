@@ -414,10 +414,10 @@ def test_name_versions_of() -> None:
 def test_name_version_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(2).add_(1)
     assert _torch.version_hint(x) == _torch.version_of(x) > 0
-    monkeypatch.setattr(_torch.autograd, "_sees_writes", False)
+    monkeypatch.setattr(_torch.views, "_sees_writes", False)
     assert _torch.version_hint(x) == 0
     with pytest.raises(mc.MeshError, match=r"has no torch.Tensor._version, which seeing changes in place needs"):
-        _torch.autograd._no_versions(x)  # what version_of is then
+        _torch.views._no_versions(x)  # what version_of is then
 
 
 class Noted(torch.autograd.Function):
@@ -499,8 +499,8 @@ def test_name_current_node() -> None:
 
 
 def test_without_the_private_names_no_node_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch.autograd, "_current_node", None)
-    monkeypatch.setattr(_torch.autograd, "_next_number", None)
+    monkeypatch.setattr(_torch.backward, "_current_node", None)
+    monkeypatch.setattr(_torch.backward, "_next_number", None)
     assert (_torch.current_node(), _torch.next_sequence_number()) == (None, 0)
     with mc.use_mesh(mc.make_mesh({"dp": 1})):
         y = mc.pvary(torch.ones(1, requires_grad=True), "dp")
@@ -615,7 +615,7 @@ def test_name_after_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     (y := 2 * x).register_hook(hook)
     y.sum().backward()
     assert seen == [True, True]  # asked for, and called when all was done
-    monkeypatch.setattr(_torch.autograd, "_after_backward", None)
+    monkeypatch.setattr(_torch.backward, "_after_backward", None)
     (y := 2 * x).register_hook(hook)
     y.sum().backward()
     assert seen[2:] == [False]
@@ -635,7 +635,7 @@ def test_name_watch_backward() -> None:
 
 def test_watch_backward_without_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     own = torch.autograd._engine_run_backward
-    monkeypatch.setattr(_torch.autograd, "_engine", None)
+    monkeypatch.setattr(_torch.backward, "_engine", None)
     with _torch.watch_backward(lambda *_: pytest.fail("called")):
         assert torch.autograd._engine_run_backward is own
 
@@ -723,7 +723,7 @@ def test_name_keeps_tensors() -> None:
 def test_name_watch_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     looker = functools.partial(seen.append, "begun")
-    monkeypatch.setattr(_torch.autograd, "_checkpoint_lookers", [])
+    monkeypatch.setattr(_torch.backward, "_checkpoint_lookers", [])
 
     class CheckpointFunction(torch.autograd.Function):  # somebody else's
         @staticmethod

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from meshcomm._torch.autograd import backward_pass
+from meshcomm._torch.backward import backward_pass
 from meshcomm.errors import shape_text
 from meshcomm.runtime.callsite import CallSite, called_at, site_of
 from meshcomm.runtime.whose import Whose, differ

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from meshcomm._torch.autograd import backward_pass
+from meshcomm._torch.backward import backward_pass
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))

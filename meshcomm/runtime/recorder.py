@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from meshcomm._torch.autograd import backward_pass
+from meshcomm._torch.backward import backward_pass
 from meshcomm.runtime.call import AxisAt, Call, Post, Want
 from meshcomm.runtime.callsite import Spot, call_site, call_spot, site_at
 from meshcomm.runtime.pending import Pending, TimedOutError

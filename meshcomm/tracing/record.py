@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from meshcomm._torch.autograd import backward_pass
+from meshcomm._torch.backward import backward_pass
 from meshcomm.errors import shape_text
 from meshcomm.mesh import Axis
 from meshcomm.runtime.call import AXIS, BEHIND, SEEN, Call, messages_of, told

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from meshcomm._torch.autograd import functorch_active, unwrapped, version_of
+from meshcomm._torch.autograd import functorch_active, unwrapped
+from meshcomm._torch.views import version_of
 
 NOTED_AT = "_meshcomm_version"
 """The attribute with the count as of which a tensor has its type; without it that is 0."""

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshcomm._torch.autograd import functorch_active, unwrapped, version_of
+from meshcomm._torch.autograd import functorch_active, unwrapped
+from meshcomm._torch.views import version_of
 from meshcomm.runtime.callsite import CallSite, call_site
 from meshcomm.spmd.types.foreign_memory import any_lent, lend_foreign, with_the_same_memory
 from meshcomm.spmd.types.grids import ANYWHERE, Grid

@@ -16,7 +16,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from meshcomm._torch.autograd import functorch_active, leaves_of_graph, version_hint, watch_backward
+from meshcomm._torch.autograd import functorch_active, leaves_of_graph
+from meshcomm._torch.backward import watch_backward
+from meshcomm._torch.views import version_hint
 from meshcomm.errors import fail, shape_text
 
 
