@@ -5,8 +5,7 @@ n = size of the axis, p = number of elements of all parameters, u = of the large
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -19,8 +18,7 @@ from meshcomm.collectives.agree import agree
 from meshcomm.collectives.broadcast import broadcast, take_from
 from meshcomm.collectives.one_rank import scatter
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
-from meshcomm.parallel.alike import refuse_other_modules, refuse_others
+from meshcomm.mesh import Axis, AxisName, Mesh
 from meshcomm.parallel.cut_parameters import (
     Flat,
     Part,
@@ -29,12 +27,11 @@ from meshcomm.parallel.cut_parameters import (
     know_as,
     refuse_copies,
     refuse_cut_elsewhere,
-    refuse_overlap,
 )
 from meshcomm.parallel.cut_states import mark_states
 from meshcomm.parallel.data.means import checked_mean, mean_of
 from meshcomm.parallel.data.replica import Grads
-from meshcomm.parallel.fewer_axes import all_matched, axis_over, checked_axes, checked_patterns, fewer_axes
+from meshcomm.parallel.fewer_axes import all_matched, checked_axes, checked_patterns
 from meshcomm.parallel.fsdp import from_meta
 from meshcomm.parallel.fsdp.buffers.flat_buffers import Layout
 from meshcomm.parallel.fsdp.choice_of_units import (
@@ -48,6 +45,7 @@ from meshcomm.parallel.fsdp.choice_of_units import (
     units_chosen,
 )
 from meshcomm.parallel.fsdp.groups import Group
+from meshcomm.parallel.fsdp.policies import WHERE, Policies
 from meshcomm.parallel.fsdp.slots import Policy, Slot
 from meshcomm.parallel.fsdp.together import Together, checked_list, modules_of, name_around
 from meshcomm.parallel.fsdp.units import Sharded, Unit, register
@@ -59,11 +57,9 @@ from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.dry.options import has_options
 from meshcomm.runtime.transports.dry.places import forgotten
 from meshcomm.runtime.transports.threads.scheduler import claim
-from meshcomm.spmd.types.told import remember, tell
 from meshcomm.watch import out_of_sight
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module] | tuple[nn.Module, ...]")
-WHERE = "fully_shard"
 
 
 @Op("fully_shard", composed=True)
@@ -256,7 +252,7 @@ def fully_shard(
     owner = Sharded(policy, torch.empty(0, device=policy.device))
     refuse_other_ways(before, policy, mean_over)
     together = [*parts_by_owner(before)]
-    policies = _Policies(module, policy, told, {id(p) for part in apart | taken for p in part.parameters()})
+    policies = Policies(module, policy, told, {id(p) for part in apart | taken for p in part.parameters()})
     plan, doors = parameters_of_units(module, chosen, ignore, apart | taken)
     slots_of_all = [slot for slots in plan.values() for slot in slots]
     params = [slot.param for slot in slots_of_all]
@@ -343,72 +339,7 @@ def _device(module: nn.Module, axis: Axis, offload: bool) -> torch.device:
     return next(known, axis.mesh.device)
 
 
-class _Policies:
-    """That of the module, and those of what goes over fewer axes."""
-
-    def __init__(self, module: nn.Module, policy: Policy, told: Mapping[str, tuple[str, ...]], apart: set[int]) -> None:
-        self.module, self.policy = module, policy
-        self.fewer = fewer_axes(WHERE, module, told, policy.axis.mesh, policy.names, apart)
-        self.loads: dict[Policy, list[int]] = {}
-        """How much each rank has of what is kept whole."""
-        self._others: dict[tuple[tuple[str, ...], tuple[str, ...]], Policy] = {}
-
-    def of(self, x: Tensor) -> Policy:
-        """That of a parameter or a buffer."""
-        fewer, policy = self.fewer.get(id(x)), self.policy
-        if fewer is None:
-            return policy
-        replicas = () if policy.replica is None else fewer.of(axes_in(policy.replica.name))
-        axes = fewer.of(axes_in(policy.axis.name)) if fewer.told is None else fewer.told
-        key = axes, tuple(name for name in replicas if name not in axes)
-        if key not in self._others:
-            along = [axis_over(policy.axis.mesh, names, WHERE) for names in key]
-            self._others[key] = replace(policy, axis=along[0], replica=along[1] if key[1] else None)
-        return self._others[key]
-
-    def refuse_overlaps(self, params: Sequence[nn.Parameter]) -> None:
-        """MeshError for a parameter that is cut along an axis of its own already."""
-        over: dict[Policy, set[int]] = {}
-        for param in params:
-            over.setdefault(self.of(param), set()).add(id(param))
-        for policy, own in over.items():
-            for axis in policy.axes:
-                refuse_overlap(WHERE, self.module, axis, own)
-
-    def refuse_others(self, slots: Sequence[Slot], besides: set[nn.Module]) -> None:
-        """MeshError, on every rank, where modules differ; parameters along the axes along which they are the same."""
-        spread: dict[Policy, list[tuple[str, nn.Parameter]]] = {self.policy: []}
-        for slot in slots:
-            spread.setdefault(self.of(slot.param), []).append((slot.name, slot.param))
-        for axis in self.policy.axes:
-            others = [repr(policy.names) for policy in spread if policy is not self.policy]
-            what = "some parameters go over other axes on one rank than on another."
-            refuse_others(WHERE, what, others, axis, "the same axes= on all ranks, and the same mark_varying before")
-        for policy, mine in spread.items():
-            for axis in policy.axes:
-                refuse_other_modules(WHERE, self.module, mine, axis, besides)
-
-    def tell_types(self, slots: Sequence[Slot], buffers: bool) -> None:
-        """Say along which axes parameters and buffers vary now."""
-        for slot in slots:
-            policy = self.of(slot.param)
-            cut = axes_in(policy.axis.name) if policy.axis.name else ()
-            self._tell(slot.param, cut, policy.names)
-        for each in self.module.buffers() if buffers else ():
-            self._tell(each, (), self.of(each).names)
-        remember(self.module)
-
-    def _tell(self, x: Tensor, cut: tuple[str, ...], over: tuple[str, ...]) -> None:
-        fewer = self.fewer.get(id(x))
-        others = () if fewer is None else fewer.others(self.policy.names)
-        tell(WHERE, x, self.policy.axis.mesh, (*cut, *others), over)
-
-    def loads_of(self, policy: Policy) -> list[int]:
-        """What is kept whole adds to it."""
-        return self.loads.setdefault(policy, [0] * policy.axis.size)
-
-
-def _groups(owner: Sharded, slots: list[Slot], whole: bool, sync: bool, policies: _Policies, said: str) -> list[Group]:
+def _groups(owner: Sharded, slots: list[Slot], whole: bool, sync: bool, policies: Policies, said: str) -> list[Group]:
     """Cut the parameters of a unit."""
     kinds: dict[tuple[torch.dtype, bool, Policy], list[Slot]] = {}
     for slot in slots:
@@ -440,7 +371,7 @@ def _cut(tensors: list[Tensor], layout: Layout, policy: Policy, sync: bool) -> T
     return own if policy.replica is None else broadcast(own, policy.replica.name, src=0, mesh=mesh)
 
 
-def _share_buffers(module: nn.Module, policies: _Policies) -> None:
+def _share_buffers(module: nn.Module, policies: Policies) -> None:
     over: dict[Policy, list[Tensor]] = {}
     for each in module.buffers():
         if not each.is_meta:
