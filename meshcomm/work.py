@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from meshcomm import _torch
+from meshcomm.axis import Axis
 from meshcomm.errors import CommError, fail, text
-from meshcomm.mesh import Axis
 from meshcomm.runtime.call import Call, for_later
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.health.lateness import Late, late_text

@@ -133,7 +133,7 @@ def test_each_place_that_is_read_unnoted_has_a_reason() -> None:
     found: Counter[str] = Counter()
     for path in ROOT.rglob("*.py"):
         name = path.relative_to(ROOT).as_posix()
-        if name != "mesh.py":
+        if name not in ("axis.py", "mesh.py"):
             tree = ast.walk(ast.parse(path.read_text()))
             found[name] += sum(isinstance(node, ast.Attribute) and node.attr in OWN for node in tree)
     reasons = {name: count for name, (count, _) in UNNOTED.items()}

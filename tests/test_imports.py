@@ -28,6 +28,7 @@ LAYERS = [
     ("meshcomm.pictures",),
     ("meshcomm.runtime",),
     ("meshcomm.launch",),
+    ("meshcomm.axis",),
     ("meshcomm.mesh",),
     ("meshcomm.make_mesh",),
     ("meshcomm.work", "meshcomm.tracing"),

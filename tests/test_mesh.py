@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import meshcomm as mc
+from meshcomm.axis import AxisName
 
 Run = Callable[..., list[Any]]
 
@@ -32,7 +33,7 @@ def test_the_first_axis_is_major_and_minus_one_is_filled_in(run4: Run) -> None:
         assert coordinate == {"a": rank // 2, "b": rank % 2}
 
 
-def order(axis: mc.mesh.AxisName) -> tuple[list[int], int, int]:
+def order(axis: AxisName) -> tuple[list[int], int, int]:
     mesh = mc.make_mesh({"a": 2, "b": 1, "c": 2})
     with mc.use_mesh(mesh):
         gathered = mc.all_gather(torch.tensor([mesh.rank]), axis).tolist()
@@ -51,7 +52,7 @@ def order(axis: mc.mesh.AxisName) -> tuple[list[int], int, int]:
         (("b", "c"), [[0, 1], [0, 1], [2, 3], [2, 3]]),
     ],
 )
-def test_a_tuple_is_ordered_as_it_is_written(run4: Run, axis: mc.mesh.AxisName, expected: list[list[int]]) -> None:
+def test_a_tuple_is_ordered_as_it_is_written(run4: Run, axis: AxisName, expected: list[list[int]]) -> None:
     for rank, (gathered, index, size) in enumerate(run4(order, axis)):
         assert gathered == expected[rank]
         assert gathered[index] == rank

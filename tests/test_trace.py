@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import meshcomm as mc
 from benchmarks import tracing
-from meshcomm.mesh import all_axes
+from meshcomm.axis import all_axes
 from meshcomm.parallel import data_parallel, fully_shard, tensor_parallel
 from meshcomm.runtime.start.workers import WorkerPool
 from meshcomm.runtime.transports.threads.scheduler import current_rank

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from meshcomm import _torch
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.runtime.call import Call, for_later
 from meshcomm.runtime.hooks.ranges import calling
 from meshcomm.runtime.ops import Op

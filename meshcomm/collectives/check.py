@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from meshcomm import _torch
+from meshcomm.axis import Axis, AxisName, axes_in
 from meshcomm.errors import MeshError, fail, is_held, names, raise_alone, shape_text, text
-from meshcomm.mesh import Axis, AxisName, Mesh, axes_in, current_mesh
+from meshcomm.mesh import Mesh, current_mesh
 from meshcomm.runtime.ops import talks
 from meshcomm.runtime.transports.exact import MOST_RANKS
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Required, TypedDict
 
+from meshcomm.axis import Axis
 from meshcomm.collectives import check
 from meshcomm.collectives.later import start
 from meshcomm.collectives.rule import Params, Rule, apply
 from meshcomm.collectives.trees import buckets
 from meshcomm.collectives.trees.buckets import ELEMENTS, Rows
-from meshcomm.mesh import Axis, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.runtime.call import Call, for_later, told
 from meshcomm.runtime.hooks.ranges import calling
 from meshcomm.runtime.ops import Op

@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from meshcomm._torch import copied_in_graph
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.door import (
     EitherOfLocal,
@@ -27,7 +28,7 @@ from meshcomm.collectives.door import (
 )
 from meshcomm.collectives.rule import Described, Params, Rule, apply, rule_named
 from meshcomm.collectives.trees.buckets import Rows
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
 from meshcomm.watch import here

@@ -21,9 +21,9 @@ from meshcomm._torch import (
     unwrap_if_dead,
     version_of,
 )
+from meshcomm.axis import Axis
 from meshcomm.collectives.rule import Described, Params, Rule, apply
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis
 from meshcomm.runtime.call import for_later, told
 from meshcomm.runtime.callsite import call_site
 from meshcomm.runtime.ledger import Entry

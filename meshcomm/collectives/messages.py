@@ -16,10 +16,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from meshcomm import _torch
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.door import Either, Later, Now, aside, kept, made
 from meshcomm.errors import fail, shape_text
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.runtime.call import Post, Want
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then

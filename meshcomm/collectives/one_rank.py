@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.check import Reduced
 from meshcomm.collectives.door import Either, Later, Now, aside, kept, made
 from meshcomm.collectives.trees.buckets import slice_shape
 from meshcomm.errors import MeshError, held, shape_text
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.start.request import duration

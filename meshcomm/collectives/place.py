@@ -9,9 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from meshcomm.axis import AxisName, axes_in
 from meshcomm.collectives import check
 from meshcomm.collectives.reduce import all_reduce
-from meshcomm.mesh import AxisName, Mesh, axes_in
+from meshcomm.mesh import Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.watch import here
 

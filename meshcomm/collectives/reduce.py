@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from meshcomm import _torch
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.check import Reduced
 from meshcomm.collectives.door import (
@@ -33,7 +34,7 @@ from meshcomm.collectives.rule import Params, Rule, apply, sums_of
 from meshcomm.collectives.trees import buckets
 from meshcomm.collectives.trees.buckets import ELEMENTS, Rows
 from meshcomm.collectives.trees.overlap import vary_tree
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.whose import Whose

@@ -31,8 +31,8 @@ from meshcomm._torch import (
     shortened,
     unwrap_if_dead,
 )
+from meshcomm.axis import Axis, axis_with_key
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, axis_with_key
 from meshcomm.runtime.call import UNSEEN, Call, told
 from meshcomm.runtime.hooks.ranges import in_range
 from meshcomm.runtime.ops import Op

@@ -13,12 +13,13 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from meshcomm._torch import copied_in_graph
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.check import Reduced, Scanned
 from meshcomm.collectives.door import EitherOfTree, LaterOfTree, NowOfTree, aside, by_elements, carried
 from meshcomm.collectives.exchange.permute import shifted
 from meshcomm.collectives.rule import Rule, apply, rule_named
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.transports.dtypes import HALF, fold

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 from meshcomm._torch import backward_pass
+from meshcomm.axis import AxisName
 from meshcomm.dry.costs import Op, cost_of
-from meshcomm.mesh import AxisName
 from meshcomm.runtime.hooks.stack import Hook, Running, put_on
 from meshcomm.runtime.pending import Around, Pending
 from meshcomm.runtime.transports.dry.link import DryLink

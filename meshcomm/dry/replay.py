@@ -21,11 +21,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from meshcomm.axis import AxisName
 from meshcomm.dry.costs import Op
 from meshcomm.dry.hardware import Hardware
 from meshcomm.dry.log import LAP, Begin, Letter, Log, Talk, Wait
 from meshcomm.dry.speeds import seconds_of, transfer_of
-from meshcomm.mesh import AxisName
 
 __all__ = ["HOST", "Lap", "Ran", "Span", "replayed"]
 

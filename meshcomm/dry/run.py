@@ -15,6 +15,7 @@ from numbers import Integral
 from typing import Any
 
 from meshcomm import _torch
+from meshcomm.axis import forget_axes
 from meshcomm.dry.foretold import Foretold, checked_hardware
 from meshcomm.dry.hardware import Hardware
 from meshcomm.dry.log import Log
@@ -25,7 +26,7 @@ from meshcomm.dry.planning.outcome import Amount
 from meshcomm.dry.values import HostRead, HostValues, Values, of_memory
 from meshcomm.errors import fail
 from meshcomm.make_mesh import make_mesh
-from meshcomm.mesh import Mesh, forget_axes, use_mesh
+from meshcomm.mesh import Mesh, use_mesh
 from meshcomm.runtime.transports.dry.link import DryLink
 from meshcomm.runtime.transports.dry.places import PlaceReads
 from meshcomm.runtime.transports.dry.world import DryWorld, Message, MissingError, Posted, dry_world, inside

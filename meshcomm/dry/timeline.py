@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshcomm.axis import AxisName
 from meshcomm.dry.hardware import Hardware
 from meshcomm.dry.replay import Lap, Ran, Span
 from meshcomm.errors import fail
-from meshcomm.mesh import AxisName
 from meshcomm.pictures.picture import Picture
 from meshcomm.pictures.timeline import Bar, timeline
 from meshcomm.tracing.chrome import named, slice_of

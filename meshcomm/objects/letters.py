@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from meshcomm import _torch
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.messages import checked_tag, not_oneself
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.objects.parcels import home_of
 from meshcomm.objects.pickles import UnpicklableError, byte_view, pack, unpack
 from meshcomm.runtime.call import Call

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from meshcomm import _torch
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.objects.parcels import FIX, Courier
 from meshcomm.objects.pickles import UnpicklableError, pack, unpack
 from meshcomm.runtime.ops import Op

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from meshcomm import _torch
+from meshcomm.axis import Axis
 from meshcomm.collectives import check
 from meshcomm.errors import MeshError, fail, held
-from meshcomm.mesh import Axis
 from meshcomm.objects.pickles import byte_view
 from meshcomm.runtime.call import Call
 from meshcomm.runtime.hooks.ranges import calling

@@ -18,9 +18,10 @@ from typing import Literal, TypeVar
 
 import torch
 
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.errors import MeshError, few, held
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.objects.objects import packed, unpacked
 from meshcomm.objects.parcels import FIX, Courier
 from meshcomm.objects.pickles import pack

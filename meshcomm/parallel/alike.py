@@ -10,9 +10,9 @@ from collections.abc import Container, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from meshcomm.axis import Axis
 from meshcomm.collectives.agree import agree
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis
 
 
 def refuse_other_modules(

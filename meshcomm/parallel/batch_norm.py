@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.gather import all_gather
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.parallel.cut_parameters import checked_module
 from meshcomm.parallel.stand_ins import around_innermost
 from meshcomm.runtime.ops import Op

@@ -10,8 +10,9 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from meshcomm.axis import AxisName
 from meshcomm.errors import fail, likely, names
-from meshcomm.mesh import AxisName, Mesh, current_mesh
+from meshcomm.mesh import Mesh, current_mesh
 from meshcomm.parallel.batch_norm import convert_batch_norm, local_batch_norms
 from meshcomm.parallel.cut_parameters import checked_module
 from meshcomm.parallel.tensor.auto.patterns import style_text

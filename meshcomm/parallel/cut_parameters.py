@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from meshcomm._torch import own_parameters, watch_total_norms
+from meshcomm.axis import Axis, AxisName, axes_in
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, AxisName, Mesh, axes_in, current_mesh
+from meshcomm.mesh import Mesh, current_mesh
 from meshcomm.parallel.global_places import Place
 from meshcomm.runtime.axis_names import written_out
 from meshcomm.spmd.types.told import told_to_vary

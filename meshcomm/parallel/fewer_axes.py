@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from meshcomm.axis import Axis, axes_in
 from meshcomm.errors import fail, likely, names
-from meshcomm.mesh import Axis, Mesh, axes_in
+from meshcomm.mesh import Mesh
 from meshcomm.parallel.cut_parameters import named_by, parts_of
 from meshcomm.runtime.axis_names import written_out
 from meshcomm.runtime.transports.solo import SoloLink

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshcomm.axis import Axis, axes_in
 from meshcomm.collectives.agree import agree
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, axes_in
 from meshcomm.parallel.cut_parameters import all_known, axes_of_module, axes_of_parts, came_later, parts_of, take_in
 from meshcomm.parallel.data.same_gradients import are_apart, norms, said
 from meshcomm.watch import paused

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import EllipsisType, TracebackType
 from typing import Any, TypeVar, cast
 
+from meshcomm.axis import AxisName
 from meshcomm.errors import fail, names, text
-from meshcomm.mesh import AxisName
 from meshcomm.runtime.ops import is_operation, operations
 from meshcomm.tracing.event import TraceEvent, axis_text, bytes_text, grouped, per_rank, table_of
 from meshcomm.tracing.traces import Trace

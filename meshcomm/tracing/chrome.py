@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from meshcomm.axis import AxisName
 from meshcomm.errors import shape_text
-from meshcomm.mesh import AxisName
 from meshcomm.runtime.callsite import CallSite
 from meshcomm.tracing.event import TraceEvent, axis_text, grouped
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshcomm.mesh import AxisName
+from meshcomm.axis import AxisName
 from meshcomm.runtime.callsite import CallSite
 from meshcomm.runtime.hooks.stack import Running
 from meshcomm.runtime.words import sentence

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from meshcomm._torch.backward import backward_pass
+from meshcomm.axis import Axis
 from meshcomm.errors import shape_text
-from meshcomm.mesh import Axis
 from meshcomm.runtime.call import AXIS, BEHIND, SEEN, Call, messages_of, told
 from meshcomm.runtime.callsite import CallSite, Spot, call_spot, is_ours, site_at
 from meshcomm.runtime.hooks.stack import Form, Listener, Running, put_on, take_off

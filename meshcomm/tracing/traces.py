@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from meshcomm.axis import Axis, AxisName, all_axes, axes_in, on_new_axis
 from meshcomm.errors import fail, names
-from meshcomm.mesh import Axis, AxisName, Mesh, all_axes, axes_in, on_new_axis
+from meshcomm.mesh import Mesh
 from meshcomm.pictures.picture import Picture, Shown
 from meshcomm.pictures.timeline import Bar, timeline
 from meshcomm.runtime.ops import is_operation, operations

@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from meshcomm import _torch
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.agree import agree
 from meshcomm.errors import fail, likely, names
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.threads.random_state import mixed
 
@@ -104,7 +105,8 @@ class MeshBatchSampler(Sampler[list[int]]):
             what = f"the last batch has {rest} of {size} rows, for {ax.size} ranks."
             check.explain(_WHERE, what, ax, fix='last="drop", last="wrap", or another batch=')
         self.size, self.batch, self.shuffle, self.seed, self.last = size, batch, bool(shuffle), seed, last
-        self.mesh, self._axis = ax.mesh, axis
+        self.mesh: Mesh = ax.mesh
+        self._axis = axis
         self.epoch = self.done = 0
         self._read = self._followed = False
 

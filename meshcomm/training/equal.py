@@ -19,10 +19,11 @@ from meshcomm._torch import (
     unwrapped,
     without_modes,
 )
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.agree import agree
 from meshcomm.errors import CommError, VaryingError, fail, few, names, shape_text, text
-from meshcomm.mesh import Axis, AxisName, Mesh, current_mesh
+from meshcomm.mesh import Mesh, current_mesh
 from meshcomm.objects.objects import all_gather_object
 from meshcomm.objects.pickles import bytes_of
 from meshcomm.runtime.axis_names import written_out

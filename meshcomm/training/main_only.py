@@ -8,9 +8,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.errors import MeshError, fail
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.objects.objects import packed, unpacked
 from meshcomm.objects.parcels import Courier
 from meshcomm.objects.pickles import pack

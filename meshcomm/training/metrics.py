@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from meshcomm import _torch
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.errors import fail, likely, names
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.objects.parcels import Courier
 from meshcomm.runtime.call import Call
 from meshcomm.runtime.hooks.ranges import calling

@@ -11,9 +11,10 @@ from typing import TypeVar
 import torch
 
 from meshcomm import watch
+from meshcomm.axis import AxisName
 from meshcomm.collectives import check
 from meshcomm.errors import fail
-from meshcomm.mesh import AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.runtime.identity import identity
 from meshcomm.runtime.transports.dry.world import dry_world
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from meshcomm import _torch
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.check import Reduced
 from meshcomm.collectives.reduce import all_reduce
 from meshcomm.errors import MeshError
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.process.accelerator import with_doubles
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.door import EitherOfTree, LaterOfTree, NowOfTree, aside, carried, given_by
 from meshcomm.collectives.gather import as_first, lies_first
 from meshcomm.collectives.rule import Params, Rule, apply
 from meshcomm.collectives.trees.buckets import Rows, cut_rows, join_rows, slice_shape
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
 from meshcomm.watch import here

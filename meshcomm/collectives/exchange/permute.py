@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.door import EitherOfTree, LaterOfTree, NowOfTree, aside, by_elements, carried
 from meshcomm.collectives.rule import Rule, apply
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.watch import here
 from meshcomm.work import Work

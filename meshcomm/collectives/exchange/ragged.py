@@ -17,12 +17,13 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from meshcomm._torch import functorch_active, in_one_graph, out_of_graphs, tree_flatten, tree_unflatten, without_modes
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.door import EitherOfTree, LaterOfTree, NowOfTree
 from meshcomm.collectives.exchange.all_to_all import all_to_all
 from meshcomm.collectives.trees.buckets import leaves_of
 from meshcomm.errors import shape_text
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.dry.world import dry_world
 from meshcomm.watch import here, paused

@@ -22,10 +22,10 @@ from torch.nn import Parameter
 
 from meshcomm import _torch
 from meshcomm._trees import rebuilt, sortable, walk
+from meshcomm.axis import Axis
 from meshcomm.collectives import check
 from meshcomm.collectives.trees.bucket_sizes import groups_of
 from meshcomm.errors import MeshError
-from meshcomm.mesh import Axis
 from meshcomm.runtime.pending import then_all
 
 T = TypeVar("T")

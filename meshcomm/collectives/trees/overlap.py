@@ -19,11 +19,11 @@ from torch.autograd import Function
 
 from meshcomm import _torch
 from meshcomm._torch import dual_level_open, functorch_active, in_graph, let_into_graph
+from meshcomm.axis import Axis, axis_with_key
 from meshcomm.collectives import check
 from meshcomm.collectives.agree import agree
 from meshcomm.collectives.rule import apply, refuse_in_process, rule_named
 from meshcomm.collectives.trees import bucket_sizes, buckets
-from meshcomm.mesh import Axis, axis_with_key
 from meshcomm.runtime.call import for_later
 from meshcomm.runtime.hooks.ranges import calling
 from meshcomm.runtime.pending import Pending, settled

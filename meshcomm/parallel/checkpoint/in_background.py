@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshcomm.axis import Axis
 from meshcomm.errors import MeshError, text
-from meshcomm.mesh import Axis
 from meshcomm.parallel.checkpoint.files import MetadataIndex, Planner, Root, SavePlan, Writer
 from meshcomm.parallel.checkpoint.parts import Entries, Layout, Mark, Marks, layout_of, refuse_others
 from meshcomm.parallel.fingerprints import Fingerprint, fingerprint_of

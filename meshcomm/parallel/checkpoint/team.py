@@ -9,10 +9,11 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import nn
 
+from meshcomm.axis import Axis
 from meshcomm.collectives import check
 from meshcomm.errors import MeshError, fail
 from meshcomm.make_mesh import make_mesh
-from meshcomm.mesh import Axis, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.objects.objects import all_gather_object, broadcast_object, gather_object, unpacked
 from meshcomm.objects.parcels import FIX, Courier
 from meshcomm.objects.pickles import pack, unpack

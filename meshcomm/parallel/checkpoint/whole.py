@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.serialization import get_crc32_options
 
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.parallel.checkpoint.files import (
     TABLE,
     Planner,

@@ -17,12 +17,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from meshcomm.axis import Axis, AxisName, axes_in
 from meshcomm.collectives import check
 from meshcomm.collectives.exchange.all_to_all import all_to_all
 from meshcomm.collectives.gather import all_gather
 from meshcomm.collectives.messages import tie
 from meshcomm.errors import fail, shape_text
-from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
+from meshcomm.mesh import Mesh
 from meshcomm.parallel.context.blocks import Mask, Seen
 from meshcomm.parallel.context.order import ORDERS, places
 from meshcomm.parallel.context.ring import Ring, attend

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshcomm.axis import AxisName
 from meshcomm.collectives import check
 from meshcomm.errors import fail
-from meshcomm.mesh import AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.runtime.ops import Op
 
 ORDERS = "zigzag", "contiguous"

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from meshcomm._torch import dual_level_open, functorch_active, without_modes
+from meshcomm.axis import Axis
 from meshcomm.collectives.exchange.permute import shift
 from meshcomm.collectives.gather import all_gather
-from meshcomm.mesh import Axis
 from meshcomm.parallel.context import blocks
 from meshcomm.parallel.context.blocks import Seen
 from meshcomm.watch import paused

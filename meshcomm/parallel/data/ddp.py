@@ -16,9 +16,10 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
+from meshcomm.axis import AxisName, axes_in
 from meshcomm.collectives import check
 from meshcomm.errors import fail, likely, names
-from meshcomm.mesh import AxisName, Mesh, axes_in
+from meshcomm.mesh import Mesh
 from meshcomm.parallel.cut_parameters import checked_module, know, refuse_overlap
 from meshcomm.parallel.data.means import checked_mean, mean_of
 from meshcomm.parallel.data.replica import HERE, WHERE, Grads, Replica, replica_of

@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshcomm._torch import HOOKED
+from meshcomm.axis import Axis, AxisName, axes_in
 from meshcomm.collectives import check
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
+from meshcomm.mesh import Mesh
 from meshcomm.parallel.cut_parameters import known_around
 
 _NAME = "_meshcomm_mean"

@@ -17,13 +17,14 @@ from torch.autograd import Function
 
 from meshcomm import _torch, watch
 from meshcomm._torch import dual_level_open, functorch_active, version_of
+from meshcomm.axis import Axis, AxisName, axes_in
 from meshcomm.collectives import check
 from meshcomm.collectives.agree import agree
 from meshcomm.collectives.broadcast import take_from
 from meshcomm.collectives.reduce import pvary, with_gradient_over
 from meshcomm.collectives.trees.overlap import How, sums_alone, vary_tree
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
+from meshcomm.mesh import Mesh
 from meshcomm.parallel.alike import refuse_other_modules
 from meshcomm.parallel.computed_later import refuse_later
 from meshcomm.parallel.cut_parameters import cut_along, know

@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshcomm._torch import is_without_memory
+from meshcomm.axis import Axis
 from meshcomm.collectives.agree import agree
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis
 
 _MISSING = -1.0
 _LEAST = {torch.float64: 1e-7, torch.float32: 1e-4}

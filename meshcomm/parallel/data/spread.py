@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshcomm import _torch
+from meshcomm.axis import Axis
 from meshcomm.collectives.agree import agree
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.parallel.fewer_axes import Axes, Fewer, axis_over
 from meshcomm.parallel.stand_ins import Site
 

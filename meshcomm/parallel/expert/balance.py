@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.reduce import all_reduce
 from meshcomm.errors import shape_text
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.parallel.expert.experts import check_choice
 from meshcomm.runtime.ops import Op
 

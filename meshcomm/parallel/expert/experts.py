@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from meshcomm._torch import functorch_active, nodes_of_graph, without_modes
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.exchange.all_to_all import all_to_all
 from meshcomm.collectives.exchange.ragged import all_to_all_ragged, lengths_of
 from meshcomm.collectives.messages import tie
 from meshcomm.errors import shape_text
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.dry.world import is_dry
 from meshcomm.spmd.types.reachable import Reachable

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from meshcomm import _torch
+from meshcomm.axis import Axis, AxisName
 from meshcomm.errors import fail, names
-from meshcomm.mesh import Axis, AxisName
 from meshcomm.parallel.cut_parameters import all_known, known_around
 from meshcomm.parallel.fewer_axes import all_matched
 from meshcomm.parallel.fsdp.slots import Door, Policy, Slot

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from meshcomm import _torch
+from meshcomm.axis import AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.gather import all_gather
 from meshcomm.collectives.reduce import pvary
 from meshcomm.collectives.trees import buckets
 from meshcomm.errors import fail
-from meshcomm.mesh import AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.parallel.fsdp import gathered_again, in_graphs
 from meshcomm.parallel.fsdp.buffers.flat_buffers import Layout
 from meshcomm.runtime.ops import Op

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from meshcomm import _torch
+from meshcomm.axis import Axis
 from meshcomm.collectives.agree import agree, begin_to_agree
 from meshcomm.collectives.rule import Rule, apply, rule_named
 from meshcomm.errors import fail, names
-from meshcomm.mesh import Axis
 from meshcomm.parallel.data.means import Mean
 from meshcomm.parallel.fsdp.buffers.flat_buffers import Layout
 from meshcomm.parallel.fsdp.buffers.memory import Memory

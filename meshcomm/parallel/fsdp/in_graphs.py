@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from meshcomm._torch import computed_again, in_graph, let_into_graph
+from meshcomm.axis import Axis, axis_with_key
 from meshcomm.collectives.rule import refuse_in_process
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, axis_with_key
 from meshcomm.parallel.fsdp.buffers.flat_buffers import Layout, layout_with_key
 
 

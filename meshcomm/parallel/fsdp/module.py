@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from meshcomm import _torch
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.agree import agree
 from meshcomm.collectives.broadcast import broadcast, take_from
 from meshcomm.collectives.one_rank import scatter
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.parallel.cut_parameters import (
     Flat,
     Part,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from meshcomm.mesh import axes_in
+from meshcomm.axis import axes_in
 from meshcomm.parallel.alike import refuse_other_modules, refuse_others
 from meshcomm.parallel.cut_parameters import refuse_overlap
 from meshcomm.parallel.fewer_axes import axis_over, fewer_axes

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshcomm.mesh import Axis, axes_in
+from meshcomm.axis import Axis, axes_in
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meshcomm import _torch
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.agree import agree
 from meshcomm.collectives.gather import all_gather_invariant
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.parallel.alike import lines_of, refuse_others
 from meshcomm.parallel.cut_parameters import parts_among
 from meshcomm.parallel.fingerprints import fingerprint_of
@@ -131,7 +132,8 @@ class _Steps:
     """The steps of an optimiser whose states are cut, and what its ``state_dict`` says."""
 
     def __init__(self, optimizer: Optimizer, axis: Axis, cut: Cut) -> None:
-        self.mesh, self._name = axis.mesh, axis.name
+        self.mesh: Mesh = axis.mesh
+        self._name = axis.name
         if any(group.get("differentiable") for group in optimizer.param_groups):
             fail(WHERE, "differentiable=True: a step of parts has no derivative.", fix="the optimizer as it is")
         self._kind = type(optimizer).__name__

@@ -7,8 +7,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from meshcomm.axis import Axis, axes_in
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, axes_in
 from meshcomm.runtime.transports.threads.scheduler import current_rank
 
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshcomm._torch import dual_level_open, functorch_active, tree_flatten, tree_leaves_with_path
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.agree import agree
 from meshcomm.collectives.broadcast import broadcast
@@ -39,7 +40,7 @@ from meshcomm.collectives.place import axis_index
 from meshcomm.collectives.reduce import pvary
 from meshcomm.collectives.trees import buckets
 from meshcomm.errors import MeshError, shape_text
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.parallel.pipeline.closed import closed
 from meshcomm.runtime.ops import Op
 from meshcomm.watch import here

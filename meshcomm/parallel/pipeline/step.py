@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from meshcomm import _torch
+from meshcomm.axis import Axis, AxisName, axes_in
 from meshcomm.collectives import check
 from meshcomm.collectives.agree import agree
 from meshcomm.errors import MeshError, fail, held, names
-from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
+from meshcomm.mesh import Mesh
 from meshcomm.objects.objects import all_gather_object
 from meshcomm.parallel.checkpoint.parts import stand_in, ties_of
 from meshcomm.parallel.cut_parameters import know

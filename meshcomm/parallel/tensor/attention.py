@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshcomm.axis import AxisName
 from meshcomm.collectives import check
-from meshcomm.mesh import AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor.functions import are_tensors, enter, row_linear
 from meshcomm.runtime.ops import Op
 

@@ -26,9 +26,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from meshcomm._torch import dual_level_open, functorch_active
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.reduce import all_reduce, pvary
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor.functions import are_tensors, enter, own_rows, wrong
 from meshcomm.parallel.tensor.losses import checked_targets, reduced
 from meshcomm.runtime.ops import Op

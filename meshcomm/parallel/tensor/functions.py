@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshcomm._torch import functorch_active, unwrapped
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.gather import all_gather
 from meshcomm.collectives.place import axis_index
 from meshcomm.collectives.reduce import all_reduce, pvary, reduce_scatter
 from meshcomm.errors import fail, shape_text
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.transports.dry.world import is_dry
 from meshcomm.watch import here

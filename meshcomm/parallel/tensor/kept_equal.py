@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from meshcomm import _torch
+from meshcomm.axis import AxisName
 from meshcomm.collectives.gather import all_gather_invariant
 from meshcomm.errors import fail, names
-from meshcomm.mesh import AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.runtime.transports.dry.world import is_dry
 from meshcomm.watch import paused
 

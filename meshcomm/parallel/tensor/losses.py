@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.reduce import all_reduce, pvary
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor.functions import are_tensors, own_rows, wrong
 from meshcomm.runtime.ops import Op
 

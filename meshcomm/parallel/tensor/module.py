@@ -9,9 +9,10 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
+from meshcomm.axis import Axis, AxisName, axes_in
 from meshcomm.collectives import check
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis, AxisName, Mesh, axes_in
+from meshcomm.mesh import Mesh
 from meshcomm.parallel.alike import refuse_other_modules
 from meshcomm.parallel.cut_parameters import (
     Part,

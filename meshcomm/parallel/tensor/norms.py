@@ -10,9 +10,10 @@ import math
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshcomm.axis import AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.reduce import pvary
-from meshcomm.mesh import AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor.functions import are_tensors
 from meshcomm.runtime.ops import Op
 

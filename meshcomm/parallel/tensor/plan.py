@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 from torch import Tensor, nn
 
+from meshcomm.axis import Axis
 from meshcomm.collectives import check
 from meshcomm.errors import fail, likely, names
-from meshcomm.mesh import Axis
 from meshcomm.parallel.cut_parameters import named_by
 
 WHERE = "tensor_parallel"

@@ -12,9 +12,9 @@ from types import TracebackType
 
 from torch import Tensor, nn
 
+from meshcomm.axis import Axis
 from meshcomm.collectives import check
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis
 from meshcomm.parallel.tensor.kinds.products import kind_of
 
 _SHAPES = re.compile(

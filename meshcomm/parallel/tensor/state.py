@@ -14,12 +14,13 @@ from torch.autograd import Function
 
 from meshcomm import _torch, watch
 from meshcomm._torch import dual_level_open, functorch_active, version_of
+from meshcomm.axis import Axis
 from meshcomm.collectives import check
 from meshcomm.collectives.broadcast import broadcast, take_from
 from meshcomm.collectives.gather import all_gather, all_gather_invariant, shard
 from meshcomm.collectives.reduce import all_reduce, pvary, reduce_scatter
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis
+from meshcomm.mesh import Mesh
 from meshcomm.parallel.computed_later import refuse_later
 from meshcomm.parallel.cut_parameters import Dim, know
 from meshcomm.parallel.stand_ins import PLAIN_TABLES, Seen, Site, become, seen_as
@@ -45,7 +46,8 @@ class Parallel:
     """What is known of a module that is tensor parallel."""
 
     def __init__(self, module: nn.Module, axis: Axis, sequence: bool) -> None:
-        self.mesh, self.name, self.index, self.sequence = axis.mesh, axis.name, axis.own_index, sequence
+        self.mesh: Mesh = axis.mesh
+        self.name, self.index, self.sequence = axis.name, axis.own_index, sequence
         self.module = module
         self.cuts: dict[str, Dim] = {}
         self.varied: list[tuple[nn.Module, str]] = []  # parameters that are whole and used in other ways by each rank

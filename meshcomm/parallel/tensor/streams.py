@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from meshcomm import _torch
+from meshcomm.axis import AxisName, axes_in
 from meshcomm.collectives.agree import sync_seed
 from meshcomm.collectives.broadcast import broadcast
-from meshcomm.mesh import AxisName, Mesh, axes_in
+from meshcomm.mesh import Mesh
 from meshcomm.watch import here, paused
 
 _REST, _WHOLE, _CUT = 1, 2, 3

@@ -14,7 +14,8 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
-from meshcomm.mesh import Axis, Mesh, axes_in
+from meshcomm.axis import Axis, axes_in
+from meshcomm.mesh import Mesh
 from meshcomm.runtime.transports.threads.scheduler import World
 
 Axes = dict[Any, Axis]

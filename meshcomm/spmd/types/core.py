@@ -21,10 +21,11 @@ from meshcomm._torch import (
     view_again,
     without_modes,
 )
+from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.rule import apply, rule_named
 from meshcomm.errors import VaryingError, fail, names
-from meshcomm.mesh import Axis, AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.runtime.axis_names import written_out
 from meshcomm.runtime.callsite import call_site
 from meshcomm.spmd.types.grids import ANYWHERE, grid_of

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshcomm.axis import Axis
 from meshcomm.collectives.gather import all_gather
 from meshcomm.collectives.messages import exchange
 from meshcomm.errors import fail
-from meshcomm.mesh import Axis
 from meshcomm.objects.objects import all_gather_object
 from meshcomm.parallel.checkpoint.parts import ties_of
 from meshcomm.parallel.cut_parameters import Flat, Part, know_shared, parts_of

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 from meshcomm import _torch
+from meshcomm.axis import Axis
 from meshcomm.collectives.door import made
 from meshcomm.collectives.messages import EXCHANGE
 from meshcomm.errors import CommError, fail, few, shape_text, text
-from meshcomm.mesh import Axis
 from meshcomm.objects.pickles import byte_view, pack, unpack
 from meshcomm.runtime.call import Post, Want, told
 from meshcomm.runtime.recorder import noted

@@ -13,10 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from meshcomm.axis import AxisName
 from meshcomm.collectives import check
 from meshcomm.errors import fail, names
 from meshcomm.make_mesh import make_mesh
-from meshcomm.mesh import AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.parallel.alike import refuse_other_modules
 from meshcomm.parallel.cut_parameters import checked_module
 from meshcomm.parallel.tensor.auto.example_inputs import LENGTH, examples_of

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshcomm.axis import AxisName
 from meshcomm.collectives.broadcast import take_from
 from meshcomm.errors import MeshError
 from meshcomm.make_mesh import make_mesh
-from meshcomm.mesh import AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.objects.objects import all_gather_object
 from meshcomm.parallel.tensor.auto.example_inputs import Given
 from meshcomm.parallel.tensor.auto.flow import tensors

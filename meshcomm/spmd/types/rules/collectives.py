@@ -16,10 +16,11 @@ from meshcomm._torch import (
     tree_unflatten,
     without_modes,
 )
+from meshcomm.axis import AxisName
 from meshcomm.collectives import check
 from meshcomm.errors import fail, names
 from meshcomm.layout.notation import parse_arrow
-from meshcomm.mesh import AxisName, Mesh
+from meshcomm.mesh import Mesh
 from meshcomm.runtime.callsite import call_site, outermost, site_of
 from meshcomm.runtime.ops import Op, ops
 from meshcomm.spmd.types.core import Core

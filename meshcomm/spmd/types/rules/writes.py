@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from meshcomm._torch import functorch_active, version_of, without_modes
+from meshcomm.axis import Axis
 from meshcomm.collectives.rule import apply, rule_named
 from meshcomm.errors import names
-from meshcomm.mesh import Axis
 from meshcomm.runtime.callsite import call_site
 from meshcomm.spmd.types.core import Core
 from meshcomm.spmd.types.leaf_numbers import is_declared, next_time, numbered
