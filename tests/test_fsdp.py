@@ -30,7 +30,7 @@ from meshcomm.parallel.fsdp.module import fully_shard
 from meshcomm.parallel.fsdp.state import counts, pieces
 from meshcomm.parallel.full_state import full_state_dict, load_full_state_dict
 from meshcomm.runtime.start.workers import WorkerPool
-from meshcomm.runtime.transports.threads import transport
+from meshcomm.runtime.transports.threads import meeting_link, transport
 
 WORDS, D, STEPS = 11, 6, 3
 
@@ -148,7 +148,7 @@ def gradients_of(net: nn.Module) -> dict[str, Tensor]:
 def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, ...]]]:
     """What rank 0 begins and waits for: ("start", collective, dtype, elements) and ("wait", collective)."""
     log: list[tuple[Any, ...]] = []
-    announce, wait = transport.InProcessLink.announce, transport._Seat.wait
+    announce, wait = transport.InProcessLink.announce, meeting_link._Seat.wait
 
     def announced(self: Any, note: Any) -> None:
         if self._rank.index == 0:
@@ -163,7 +163,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, ...]]]:
     with monkeypatch.context() as patch:
         patch.setattr(transport.InProcessLink, "announce", announced)
         patch.setattr(transport.InProcessLink, "briefly", False)
-        patch.setattr(transport._Seat, "wait", waited)
+        patch.setattr(meeting_link._Seat, "wait", waited)
         yield log
 
 

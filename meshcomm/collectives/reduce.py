@@ -58,12 +58,12 @@ def _vary(x: Tensor, axis: Axis) -> Tensor:
 
 def _vary_gradient(g: Tensor, axis: Axis) -> Tensor:
     """The same in a backward pass: the gradient itself, where nobody differentiates it again. A view's memory ``.grad``
-    would take, and it may be the caller's.
+    would take, and it may be the caller's. Who is told of every call is told of this one too, which moves nothing.
     """
     if g.requires_grad or _torch.functorch_active() or _torch.dual_level_open():
         return _vary(g, axis)
     link = axis.link
-    if (link.watched and not link.briefly) or _torch.profiler_on():
+    if link.watched and not link.briefly:
         _vary(g, axis)
     return g
 

@@ -127,8 +127,8 @@ class MeetingLink(Defaults):
         """The call that is made now. ``moved``: what the primitive sees of it and must be equal on all ranks; ``said``:
         what it belongs to, if this thread was not told. ``skip``: the frames down to one that may be the user's.
 
-        It is the same object for the same call from the same place: a thousand of them are kept, and those of all ranks
-        together do not fit into a processor's memory.
+        It is the same object for the same call from the same place: what is remembered of a rank's calls is little, for
+        that of all ranks together shall fit into a processor's memory.
         """
         said = said or told.call or _UNKNOWN
         if local.rank is not (rank := self._rank):
@@ -184,7 +184,7 @@ class MeetingLink(Defaults):
             mine.record[THREAD] = 0
             return _Seat(self, meeting, mine)
         rank, log = self._rank, self.log
-        record: Record = [
+        record: Record = [  # as `Log.begin` makes it, without its call
             log.number(), call.what, op, call.dtype, call.shape, monotonic(), None, call, -1, get_ident()
         ]  # fmt: skip
         log.records.append(record)
