@@ -30,7 +30,7 @@ from meshcomm.runtime.start.workers import WorkerPool
 collect_ignore_glob = ["loops/__main__.py", "loops/with_*"]
 """A program that runs when it is imported, and what needs packages that may be absent."""
 
-collect_ignore = ["warm.py"]  # it has no doctests, and is imported where processes are forked
+collect_ignore = ["warm.py", "warm_compiler.py"]  # no doctests in them, and imported where processes are forked
 
 POOLS = {"pool2", "pool4", "guarded4", "guarded4_at_the_store", "gloo4", "bare4"}
 """Fixtures that start processes."""
@@ -143,10 +143,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     programs = {item.module.__name__ for item in session.items if isinstance(item, pytest.Function) and pool_of(item)}
-    # Only thorough tests compile on ranks; each rank would import its compiler for a second.
-    compiler = ["torch._inductor.compile_fx"] * any(
-        pool_of(x) and x.get_closest_marker("thorough") for x in session.items
-    )
+    # Only thorough tests compile on ranks.
+    compiler = ["warm_compiler"] * any(pool_of(x) and x.get_closest_marker("thorough") for x in session.items)
     if programs and not session.config.option.collectonly:
         serve([*sorted(programs), "warm", *compiler])
 

@@ -15,7 +15,9 @@ __all__ = ["serve"]
 
 
 def serve(modules: Sequence[str]) -> None:
-    """Start it; who wants what the first step of an optimizer imports names ``warm`` last."""
+    """Start it; who wants what the first step of an optimizer imports names ``warm`` last, and after it
+    ``warm_compiler`` who compiles.
+    """
     context = workers._context()
     if not isinstance(context, ForkServerContext):
         return

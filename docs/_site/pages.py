@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import inspect
 import io
@@ -18,9 +19,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from docutils import nodes
 from sphinx.addnodes import pending_xref
+from sphinx.addnodes import toctree as toctree_node
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.pycode import ModuleAnalyzer
@@ -270,6 +273,30 @@ def in_another_module(
     return None
 
 
+def titles_beside(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None
+) -> None:
+    """The tree beside a page shows titles, and is made of them alone: not of all headings of all pages for each."""
+    made = context["toctree"]
+
+    def toctree(**how: Any) -> str:
+        with mock.patch.object(app.env, "tocs", titles_of(app.env)):
+            return str(made(**how))
+
+    context["toctree"] = toctree
+
+
+@functools.cache
+def titles_of(env: BuildEnvironment) -> dict[str, nodes.bullet_list]:
+    """Each page's contents, cut to its title and the pages under it."""
+    cut = {page: toc.deepcopy() for page, toc in env.tocs.items()}
+    for toc in cut.values():
+        for entry in toc.children:
+            if len(entry) > 1:
+                entry[1][:] = list(entry.findall(toctree_node))
+    return cut
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """What sphinx calls first."""
     app.connect("builder-inited", write_api)
@@ -277,4 +304,5 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", as_fields)
     app.connect("source-read", read)
     app.connect("missing-reference", in_another_module)
+    app.connect("html-page-context", titles_beside, priority=400)  # before furo asks for the tree
     return {"version": mc.__version__, "parallel_read_safe": True, "parallel_write_safe": True}
