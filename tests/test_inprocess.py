@@ -27,7 +27,7 @@ from torch.func import grad, jvp, vmap
 from torch.testing import assert_close
 
 import meshcomm as mc
-from meshcomm.runtime.transports.threads import meetings, numpy_state, scheduler, transport, twister
+from meshcomm.runtime.transports.threads import meeting_link, meetings, numpy_state, scheduler, twister
 
 
 def mesh_of(n: int) -> mc.Mesh:
@@ -550,7 +550,7 @@ def other_calls_from_one_line(rounds: int) -> list[float]:
 
 @pytest.mark.parametrize("kept", [64, 2])
 def test_calls_are_known_again_by_their_line(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "_KEPT", kept)
+    monkeypatch.setattr(meeting_link, "_KEPT", kept)
     monkeypatch.setattr(meetings, "_KEPT", kept)
     expected = [6.0 * (i // 3 + 1) for i in range(15)]
     assert mc.launch(other_calls_from_one_line, ranks=4, args=(5,)) == [expected] * 4

@@ -58,12 +58,11 @@ def _vary(x: Tensor, axis: Axis) -> Tensor:
 
 def _vary_gradient(g: Tensor, axis: Axis) -> Tensor:
     """The same in a backward pass: the gradient itself, where nobody differentiates it again. A view's memory ``.grad``
-    would take, and it may be the caller's. Who is told of every call is told of this one too, which moves nothing.
+    would take, and it may be the caller's.
     """
     if g.requires_grad or _torch.functorch_active() or _torch.dual_level_open():
         return _vary(g, axis)
-    link = axis.link
-    if link.watched and not link.briefly:
+    if axis.link.watched and not axis.link.briefly:  # who is told of every call is told of this one too
         _vary(g, axis)
     return g
 
@@ -97,7 +96,7 @@ def with_gradient_over(x: Tensor, axis: Axis, n: float) -> Tensor:
     return apply(_PVARY_OF_A_MEAN, x, axis, (n,))
 
 
-def _run_all_reduce(x: Tensor, axis: Axis, op: str) -> Tensor:
+def _run_all_reduce(x: Tensor, axis: Axis, op: str, whose: Whose | None = None) -> Tensor:
     return axis.link.all_reduce(x, op)
 
 
@@ -142,10 +141,6 @@ def _push_reduce_scatter(t: Tensor, axis: Axis, x: Tensor, y: Tensor, dim: int, 
     return apply(_REDUCE_SCATTER, t * _scatter_factor(x, y, axis, dim, op, sizes), axis, (dim, "sum", sizes))
 
 
-def _run_sum_of(x: Tensor, axis: Axis, op: str, whose: Whose) -> Tensor:
-    return axis.link.all_reduce(x, op)
-
-
 PVARY = Op("pvary", "I -> V", communicates=False)
 ALL_REDUCE = Op("all_reduce", "V -> I", compared=("op",), reduces=True, primitive="all_reduce")
 REDUCE_SCATTER = Op(
@@ -179,7 +174,7 @@ _PVARY_OF: Rule = Rule(
 )
 _SUM_OF: Rule = Rule(
     ALL_REDUCE,
-    _run_sum_of,
+    _run_all_reduce,
     lambda g, axis, op, whose: apply(_PVARY_OF, g, axis, (whose,)),
     params=("op", "whose"),
     whose="whose",
