@@ -40,12 +40,10 @@ _making: dict[tuple[int, tuple[str, ...]], threading.Lock] = {}
 
 @contextlib.contextmanager
 def _one_at_a_time(key: tuple[int, tuple[str, ...]]) -> Iterator[None]:
-    """Who comes second finds what the first has made."""
+    """Who comes second finds what the first has made; where that has failed, makes it, and no third one beside it."""
     with _making.setdefault(key, threading.Lock()):
-        try:
-            yield
-        finally:
-            _making.pop(key, None)
+        yield
+        _making.pop(key, None)
 
 
 _meshes: weakref.WeakValueDictionary[int, Mesh] = weakref.WeakValueDictionary()
