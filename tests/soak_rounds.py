@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import meshcomm as mc
+from meshcomm import axis as every_axis
 from meshcomm import mesh as meshes
 from meshcomm._torch import default_store
 from meshcomm.collectives.trees import buckets
@@ -287,7 +288,7 @@ def measured() -> dict[str, float]:
         "calls dropped": sum(len(mail.dropped) for mail in mails),
         "messages loose": len(exits.loose),
         "meshes": len(meshes._meshes),
-        "axes": len(meshes._axes),
+        "axes": len(every_axis._axes),
         "groups": len(groups._links),
         "keys at the store": int(default_store().num_keys()) if mc.rank() == 0 else 0,
     }

@@ -195,15 +195,17 @@ def _made(here: membership.ProcessWorld, family: Family, name: str) -> ProcessLi
     return link
 
 
-def _near_of(here: membership.ProcessWorld, family: Family) -> tuple[Neighbours | None, Arrangement | None]:
+def _near_of(here: membership.ProcessWorld, family: Family) -> _Near:
     """Where those are that this rank may share memory with, and how they are spread if not all are on its machine."""
-    found = _near.get(family)
-    if found is None:
-        found = _near[family] = _found_near(here, family.base, family.ranks)
-    return found
+    known = _near.get(family)
+    if known is None or known[0] is not here.neighbours:
+        known = _near[family] = here.neighbours, _found_near(here, family.base, family.ranks)
+    return known[1]
 
 
-_near: weakref.WeakKeyDictionary[Family, tuple[Neighbours | None, Arrangement | None]] = weakref.WeakKeyDictionary()
+_Near = tuple[Neighbours | None, Arrangement | None]
+_near: weakref.WeakKeyDictionary[Family, tuple[object, _Near]] = weakref.WeakKeyDictionary()
+"""What was found, and of which neighbours of this process."""
 
 
 def _found_near(
