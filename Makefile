@@ -16,7 +16,7 @@ IN_PROCESS := meshcomm $(addprefix tests/test_,$(addsuffix .py,torch_private che
 SPEC := $(shell printf %s '$(TORCH)' | tr -cs 'A-Za-z0-9.' '-')
 VENV := $(if $(filter $(PINNED),$(TORCH)),.venv,.venv-$(SPEC))
 PY := $(VENV)/bin/python
-# On two idle cores `make test` takes some 3 min 10 s, `make test-all` 16 min 30 s.
+# On two slow cores, which are busy all the time, `make test` takes some nine minutes, `make test-all` 35.
 # More workers than cores: ranks often wait for each other. To see one test run as it runs alone: make test ARGS="-n 0 -k shift"
 WORKERS ?= 3
 PYTEST := $(PY) -m pytest -n $(WORKERS)
