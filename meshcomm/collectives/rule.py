@@ -207,10 +207,10 @@ def sums_of(rule: Rule, transpose: Callable[[Tensor, Axis], Tensor]) -> Callable
         if _is_compiling() or functorch_active() or dual_level_open():
             return apply(rule, x, axis, ("sum",))
         link = axis.link
-        told_of = link.hears or profiler_on()
+        announces = (link.hears and not link.briefly) or profiler_on()
         if x.requires_grad and _makes_graphs():
             x = unwrap_if_dead(x)
-            if told_of and (not link.briefly or profiler_on()):
+            if announces:
                 return rule.node(x, (axis, given, ()))  # type: ignore[no-any-return]
             if link.sums_clones:
                 hook = axis.sum_hook
@@ -218,11 +218,11 @@ def sums_of(rule: Rule, transpose: Callable[[Tensor, Axis], Tensor]) -> Callable
                 if y is not None:
                     return y  # type: ignore[no-any-return]
             return node(x, axis)  # type: ignore[no-any-return]
-        if not told_of:
-            return link.sum_now(link, x)  # type: ignore[no-any-return]
-        if not link.briefly or profiler_on():
+        if announces:
             return rule.announced(x, axis, given, False, ())
-        return link.sum_told(x, (note, given, x.dtype, x.shape, (), False, axis, None))
+        if link.briefly:
+            return link.sum_told(x, (note, given, x.dtype, x.shape, (), False, axis, None))
+        return link.sum_now(link, x)  # type: ignore[no-any-return]
 
     return summed
 
