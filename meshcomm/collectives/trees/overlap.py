@@ -111,7 +111,7 @@ class _First(threading.local):
     """
 
     def __init__(self) -> None:
-        with torch.enable_grad():
+        with _torch.outside_transforms(), torch.enable_grad():  # whoever imports this
             torch.zeros(1, requires_grad=True, device="cpu").view(1)
         self.number = _AT_LAST
 

@@ -46,10 +46,6 @@ class _Kept:
         self.storage = self._base.untyped_storage()
         self.nbytes, self.given = nbytes, 0.0
 
-    def held(self) -> int:
-        """How many references Python has to it."""
-        return getrefcount(self.storage)
-
     def is_free(self) -> bool:
         """Whether nobody has it, and it is as it was."""
         storage = self.storage  # numpy has torch never resize again what it has once seen
@@ -71,7 +67,8 @@ class _Kept:
 
 _of_tensor = _torch.of_tensor
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
-_UNHELD = _Kept(1).held() + 1
+_spare = {"storage": torch.UntypedStorage(0)}  # no tensor: who imports this may be in a mode
+_UNHELD = getrefcount(_spare["storage"]) + 1
 """As many references as Python has to a storage that nobody else has, beside the one who looks."""
 
 

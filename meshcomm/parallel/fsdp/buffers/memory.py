@@ -38,8 +38,8 @@ class _Piece:
 
 
 _COUNTS, _of_tensor, _modes = _torch.counts_uses(), _torch.of_tensor, _torch.dispatch_modes
-_SPARE = _Piece(torch.empty(0, device="cpu"), 1)
-_UNHELD = getrefcount(_SPARE.storage) + 1
+_spare = {"storage": torch.UntypedStorage(0)}  # no tensor: who imports this may be in a mode, or in a dry run
+_UNHELD = getrefcount(_spare["storage"]) + 1
 """As many references as Python has to a storage that nobody else has, beside the one who looks."""
 
 
