@@ -10,9 +10,10 @@ this process per step, and of one step the most memory and the collectives. full
 sides. "raw collectives" is a floor: the step of one rank and the same collectives as bare C++ calls of the process
 group; "bare hooks" is one of fully sharded blocks: the least of hooks and nodes that they need in Python, without a
 check (``benchmarks.bare_fsdp``). Then steps on gloo, on 2 and on 4 processes of this machine, where a number is the
-median over the steps of the slowest rank's time. The candidates take turns. There "one rank" is the floor: each process
+median over the steps of the slowest rank's time. The candidates take turns. There "one rank" is a floor: each process
 computes its step alone, at the same time as the others; of tensor parallelism the whole layers, which is no floor but
-what it saves.
+what it saves. "copies and sums" is the floor with what each rank has to move, in memory of its own and without waiting
+for anybody.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from benchmarks.tracked import Tracked
 from meshcomm.parallel import data_parallel, fully_shard, tensor_parallel
 
 PLAIN = "one rank"
-FLOOR, BARE = "raw collectives (floor)", "bare hooks (floor)"
+FLOOR, BARE, MOVED = "raw collectives (floor)", "bare hooks (floor)", "one rank, copies and sums (floor)"
 OURS = "meshcomm"
 DDP, FSDP, TP = "data parallel", "fully sharded", "tensor parallel"
 TORCHS = {DDP: "DistributedDataParallel", FSDP: "fully_shard", TP: "parallelize_module"}
@@ -234,6 +235,33 @@ def bare_step(size: Size) -> Step:
     return step
 
 
+def moved_step(kind: str, size: Size, ranks: int) -> Step:
+    """One rank's step, and what each rank of so many has to move of equal units: the parts of a sharded one are put
+    together, once forward and once backward; of gradients a rank adds up its part of all, and has those of the others.
+    """
+    step, parameters = step_of(MAKERS[kind, PLAIN], size, 0)
+    units = size.layers + 1
+    shard = -(-sum(p.numel() for p in parameters) // ranks // units)
+    parts = [[torch.zeros(shard) for _ in range(ranks)] for _ in range(units)]
+    gradients = [[torch.zeros(shard) for _ in range(ranks)] for _ in range(units)]
+    whole, mine = torch.zeros(ranks, shard), torch.zeros(shard)
+
+    def put_together(rows: Sequence[Tensor]) -> None:
+        for into, row in zip(whole, rows, strict=True):
+            into.copy_(row)
+
+    def moved() -> None:
+        step()
+        for each, summed in zip(parts, gradients, strict=True):
+            for _ in range(2 if kind == FSDP else 1):
+                put_together(each)
+            torch.add(summed[0], summed[1], out=mine)
+            for row in summed[2:]:
+                mine.add_(row)
+
+    return moved
+
+
 # --------------------------------------------------------------------------------------------- the host's part alone
 
 
@@ -291,7 +319,8 @@ def on_gloo(sizes: Mapping[str, Size], repeats: int) -> dict[str, dict[str, floa
             makers = {who: make for (what, who), make in MAKERS.items() if what == kind}
             seed = 0 if kind == TP else mesh.rank
             kept = {who: step_of(make, size, seed) for who, make in makers.items()}
-            found[kind] = steps_in_turns({who: step for who, (step, _) in kept.items()}, repeats)
+            floors = {} if kind == TP else {MOVED: moved_step(kind, size, mesh.size)}
+            found[kind] = steps_in_turns({who: step for who, (step, _) in kept.items()} | floors, repeats)
     return found
 
 
