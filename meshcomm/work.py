@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 import time
 import warnings
@@ -14,14 +15,16 @@ import torch
 from torch import Tensor
 
 from meshcomm import _torch
+from meshcomm._torch.backward import backward_pass
 from meshcomm.axis import Axis
 from meshcomm.errors import CommError, fail, text
 from meshcomm.runtime.call import Call, for_later
+from meshcomm.runtime.callsite import known_files
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.health.lateness import Late, late_text
 from meshcomm.runtime.pending import Pending, TimedOutError, then
 from meshcomm.runtime.process import forks
-from meshcomm.runtime.recorder import BEGAN, ENDED, Record, failed, log_of, made, noted
+from meshcomm.runtime.recorder import CALL, ENDED, Named, failed, log_of, made, noted, public_call
 from meshcomm.runtime.start.request import duration
 from meshcomm.runtime.transports.threads.scheduler import current_rank, local
 from meshcomm.watch import here, paused
@@ -67,7 +70,7 @@ class Work(Generic[T]):
     _lock: Any
     """Ranks of one process need none: they run one at a time."""
 
-    def __init__(self, source: Any, call: Any = None, axis: Axis | None = None, record: Record | None = None) -> None:
+    def __init__(self, source: Any, call: Any = None, axis: Axis | None = None) -> None:
         self._claimed, self._over = True, False
         self._error = self._rank = self._lock = None
         self._call = call
@@ -81,7 +84,7 @@ class Work(Generic[T]):
         self._rank = rank = local.rank
         if rank is None:
             self._lock = _Lock()
-        self._began = time.monotonic() if record is None else record[BEGAN]
+        self._began = time.monotonic()
         self._claimed = False  # now it is made
 
     def wait(self, timeout: float | None = None) -> T:
@@ -102,39 +105,33 @@ class Work(Generic[T]):
         if self._over and self._error is None:
             return self._value
         lock, began = self._lock, 0.0 if timeout is None else time.monotonic()
-        if lock is None:
-            return self._settled(timeout, began)
-        if forks.parent:
-            forks.refuse("wait")
-        if timeout is None:
-            lock.acquire()  # half of what a with statement takes
-        elif not lock.acquire(timeout=timeout):
-            raise CommError(self._late(timeout))
-        try:
-            return self._settled(timeout, began)
-        finally:
-            lock.release()
-
-    def _settled(self, timeout: float | None, began: float) -> T:
-        """The result, for the one thread that may wait; since ``began`` if there is a time-out."""
-        if self._error is not None:
-            raise self._error
-        if self._over:
-            return self._value
-        if timeout is not None:
-            timeout = max(0.0, timeout - (time.monotonic() - began))
-        try:
+        if lock is not None:
+            if forks.parent:
+                forks.refuse("wait")
+            if timeout is None:
+                lock.acquire()  # half of what a with statement takes
+            elif not lock.acquire(timeout=timeout):
+                raise CommError(self._late(timeout))
+        try:  # for the one thread that may wait
+            if self._error is not None:
+                raise self._error
+            if self._over:
+                return self._value
+            if timeout is not None:
+                timeout = max(0.0, timeout - (time.monotonic() - began))
             source = self._source
-            value: T = source.wait(timeout) if source.bare else self._finish(timeout)
-            self._value = value
+            self._value = value = source.wait(timeout) if source.bare else self._finish(timeout)
+            self._over, self._source = True, None
+            return value  # type: ignore[no-any-return]
         except TimedOutError as late:
             waited = 0.0 if timeout is None else time.monotonic() - began
             raise CommError(self._late(waited, str(late))) from None
         except Exception as error:
             self._error, self._over, self._source = error, True, None
             raise
-        self._over, self._source = True, None
-        return value
+        finally:
+            if lock is not None:
+                lock.release()
 
     def _finish(self, timeout: float | None) -> Any:
         source = self._source
@@ -305,15 +302,42 @@ def looked_at(work: Work[R], look: Callable[[R], object]) -> Work[R]:
     return work
 
 
-def begun(what: str, axis: Axis, x: Tensor | Kind | None, result: Any, skip: int = 3) -> Work[Any]:
+def begun(what: str, axis: Axis, x: Tensor | Kind | None, result: Any, skip: int = 1) -> Work[Any]:
     """A work whose result is ``result``, or what that will be; ``x`` is the one tensor that it is about, if it is.
-    ``skip``: as :func:`noted` has it.
+    ``skip``: how many frames out from here are surely not the user's.
     """
     if not isinstance(result, Pending):
         return Work(result)
     dtype, shape = (x.dtype, x.shape) if isinstance(x, Tensor) else (None, ()) if x is None else x
     record = result.record()
-    return Work(result, noted(record, what, axis, dtype, shape, skip), axis, record)
+    call: Named
+    work: Work[Any] = _new(Work)  # as ``Work`` and ``noted`` do it, without their calls
+    work._claimed, work._over = True, False
+    work._error = work._rank = work._lock = None
+    frame = sys._getframe(skip)
+    while known_files[(code := frame.f_code).co_filename] and (outer := frame.f_back) is not None:
+        frame = outer  # as `call_spot` does it
+    place, backward = frame.f_lasti, backward_pass() != -1
+    if record is None:
+        call = public_call, what, axis.name, axis.own_coordinate, dtype, shape, code, place, backward
+        work._began = time.monotonic()
+    else:
+        number, primitive, op, _, _, work._began, _, before, root, _ = record
+        record[CALL] = call = (
+            public_call, what, axis.name, axis.own_coordinate, dtype, shape, code, place, backward,
+            before, primitive, op, root, number,
+        )  # fmt: skip
+    work._call, work._axis, work._source = call, axis, result
+    if not result.bare:
+        work._modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    work._rank = rank = local.rank
+    if rank is None:
+        work._lock = _Lock()
+    work._claimed = False
+    return work
+
+
+_new: Any = object.__new__
 
 
 def kind_of(x: Tensor) -> Kind:

@@ -94,7 +94,7 @@ def broadcast(
     """
     if here.watcher is not None or timeout is not None:
         return aside(broadcast, x, axis, src, mesh, bucket_mb, async_op, timeout)
-    ax = check.axis_of("broadcast", axis, mesh)
+    ax = mesh.axis(axis, "broadcast") if type(mesh) is Mesh else check.axis_of("broadcast", axis, mesh)
     params = (check.checked_index("broadcast", src, ax, "src"),)
     if isinstance(x, Tensor):  # most calls, at no call more than needed
         check.tensor("broadcast", x, ax)

@@ -10,9 +10,11 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
 from typing_extensions import Required, TypedDict
 
+from meshcomm._torch import dual_level_open, functorch_active, profiler_on
 from meshcomm.axis import Axis
 from meshcomm.collectives import check
 from meshcomm.collectives.later import start
@@ -203,15 +205,27 @@ def by_elements(axis: Axis, *given: Any) -> tuple[Params, Rows]:
     return given, ELEMENTS
 
 
-_OURS = 4
-"""The frames from who looks for the user's line to the public function, or to who carries for it."""
-
-
 def given_by(rule: Rule, x: Tensor, axis: Axis, params: Params, how: bool | Limit, seen: Tensor | None = None) -> Any:
     """What a collective gives of one tensor that it can take. ``seen``: as the user has it."""
-    if how is True:
-        return begun(rule.name, axis, x if seen is None else seen, start(rule, x, axis, params), _OURS)
-    return started(rule, x, axis, params, how, seen) if how else apply(rule, x, axis, params)
+    if how is not True:
+        return started(rule, x, axis, params, how, seen) if how else apply(rule, x, axis, params)
+    link = axis.link
+    plain = not (is_compiling() or functorch_active() or dual_level_open() or link.hears or profiler_on())
+    if not plain or (x.requires_grad and is_grad_enabled()):
+        return started(rule, x, axis, params, how, seen)
+    given, one_read = x, rule.op.primitive  # as `start` does it, without its call
+    if not (rule.local or axis.size == 1 or (one_read and link.copies(one_read, x))):
+        given = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+    before, told.later = told.later, True
+    try:
+        result = rule.run(given, axis, *params)
+    finally:
+        told.later = before
+    return begun(rule.name, axis, x if seen is None else seen, result, _OURS)
+
+
+_OURS = 2
+"""The frames from the one that looks for the user's line to the public function, or to who carries for it."""
 
 
 def started(rule: Rule, x: Tensor, axis: Axis, params: Params, how: bool | Limit, seen: Tensor | None = None) -> Any:

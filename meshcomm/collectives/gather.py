@@ -25,6 +25,7 @@ from meshcomm.collectives.door import (
     NowOfTree,
     aside,
     carried,
+    given_by,
 )
 from meshcomm.collectives.rule import Described, Params, Rule, apply, rule_named
 from meshcomm.collectives.trees.buckets import Rows
@@ -370,8 +371,12 @@ def _gather(
     bucket_mb: float,
     async_op: bool,
 ) -> Any:
-    ax = check.axis_of(rule.name, axis, mesh)
+    ax = mesh.axis(axis, rule.name) if type(mesh) is Mesh else check.axis_of(rule.name, axis, mesh)
     if sizes is None:
+        if isinstance(x, Tensor):  # most calls, at no call more than needed
+            check.tensor(rule.name, x, ax)
+            own = _with_dims(x) if x.ndim == 0 else x
+            return given_by(rule, own, ax, (check.checked_dim(rule.name, own, dim, ax), None), async_op, x)
         return carried(
             rule, x, ax, _joined, (dim, None, rule.name), bucket_mb, async_op, _joined_rows, shaped=_with_dims
         )

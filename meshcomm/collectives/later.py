@@ -62,8 +62,7 @@ def start(
 def _start_node(
     rule: Rule, x: Tensor, axis: Axis, params: Params, tree: Described, ended: Callable[[Tensor], Tensor] | None
 ) -> Any:
-    with torch.no_grad():
-        raw = start(rule, x.detach(), axis, params, tree, ended, True)
+    raw = start(rule, x.detach(), axis, params, tree, ended, True)
     if ended is not None:
         site = call_site()
         return then(raw, lambda y: rule.node(unwrap_if_dead(x), (axis, params, [site, y])))
@@ -106,7 +105,7 @@ class _Pair:
                 fix="change it after the wait, or pass x.clone()",
             )
         ledger = self.axis.link.ledger
-        self._end = ledger.wait(self)
+        self._end = ledger.wait(self._own)
         self.early = not self.rule.saves and ledger.at_once == self._since
         self.y = y
         return _finish(token, x if self.rule.saves else None, self)  # type: ignore[no-any-return]

@@ -478,7 +478,7 @@ def reduce_scatter(
     """
     if here.watcher is not None or timeout is not None:
         return aside(reduce_scatter, x, axis, dim, op, sizes, exact, mesh, bucket_mb, async_op, timeout)
-    ax = check.axis_of("reduce_scatter", axis, mesh)
+    ax = mesh.axis(axis, "reduce_scatter") if type(mesh) is Mesh else check.axis_of("reduce_scatter", axis, mesh)
     lengths = None if sizes is None else check.checked_sizes("reduce_scatter", sizes, ax)
     rule = _REDUCE_SCATTER_CURVED if op in _CURVED else _REDUCE_SCATTER
     if isinstance(x, Tensor):  # most calls, at no call more than needed
@@ -489,8 +489,9 @@ def reduce_scatter(
 
 
 def _scattered(x: Tensor, axis: Axis, dim: int, op: str, exact: bool, sizes: Sizes) -> tuple[int, str, Sizes]:
-    (called,) = _reduced(x, axis, op, exact, "reduce_scatter")
-    return check.slices("reduce_scatter", x, dim, sizes, axis), called, sizes
+    if op != "sum" or exact or x.dtype not in check.SUMMED:
+        (op,) = _reduced(x, axis, op, exact, "reduce_scatter")
+    return check.slices("reduce_scatter", x, dim, sizes, axis), op, sizes
 
 
 def _scattered_rows(axis: Axis, dim: int, op: str, exact: bool, sizes: None) -> tuple[Params, Rows]:

@@ -11,8 +11,8 @@ class Entry:
 
     __slots__ = ("call", "following", "number")
 
-    def __init__(self, call: Any, number: int) -> None:
-        self.call = weakref.ref(call)
+    def __init__(self, call: weakref.ref[Any], number: int) -> None:
+        self.call = call
         self.number = number
         self.following: Entry | None = None
 
@@ -27,22 +27,24 @@ class Ledger:
         """How many gave their result at once."""
         self.modules = 0
         """How many modules were given to the link that have their gradients summed over it, by all of its ranks."""
-        self._open: weakref.WeakSet[Any] | None = None  # those that are not waited for: a KiB, from the first one on
+        self._open: set[weakref.ref[Any]] | None = None  # those that are not waited for, and that somebody has
         self._last: Entry | None = None
 
     def begin(self, call: Any) -> Entry:
         """A call that is waited for later. Where none is under way nobody will look on from the entries before."""
-        before = self._last
-        entry = self._last = Entry(call, 0 if before is None else before.number + 1)
+        if self._open is None:
+            self._open = set()
+        before, known = self._last, weakref.ref(call, self._open.discard)
+        entry = self._last = Entry(known, 0 if before is None else before.number + 1)
         if before is not None and self._open:
             before.following = entry
-        if self._open is None:
-            self._open = weakref.WeakSet()
-        self._open.add(call)
+        self._open.add(known)
         return entry
 
-    def wait(self, call: Any) -> Entry | None:
-        """The last of the calls begun after this one, which has now been waited for; its own if there is none."""
+    def wait(self, own: Entry) -> Entry | None:
+        """The last of the calls begun after the one with this entry, which has now been waited for; its own if there is
+        none.
+        """
         if self._open is not None:
-            self._open.discard(call)
+            self._open.discard(own.call)
         return self._last

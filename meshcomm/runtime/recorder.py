@@ -11,13 +11,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import get_ident
+from types import CodeType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
 from meshcomm._torch.backward import backward_pass
 from meshcomm.runtime.call import AxisAt, Call, Post, Want
-from meshcomm.runtime.callsite import Spot, call_site, call_spot, site_at
+from meshcomm.runtime.callsite import call_site, call_spot, site_at
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.process import accelerator, forks, inside
 from meshcomm.runtime.words import call_text, messages_text, primitive_arguments, primitive_text
@@ -167,39 +168,39 @@ Named = tuple[Any, ...]
 """What makes a call when somebody asks for it."""
 
 
-def noted(
-    record: Record | None, what: str, axis: Any, dtype: torch.dtype | None, shape: Sequence[int], skip: int = 3
-) -> Named:
+def noted(record: Record | None, what: str, axis: Any, dtype: torch.dtype | None, shape: Sequence[int]) -> Named:
     """What makes the public call, of this line of the user's, that a record is of; it is made of that from now on.
 
-    The axis may be gone when somebody asks. Who asks for this is called by a function of the library; ``skip``: the
-    frames from the one that looks on that are the library's.
+    The axis may be gone when somebody asks. Who asks for this is called by a function of the library.
     """
-    seen: tuple[Any, ...] | None = None
-    if record is not None:
-        number, primitive, op, _, _, _, _, known, root, _ = record
-        seen = known, primitive, op, root, number
-    call = _public, what, axis.name, axis.own_coordinate, dtype, shape, call_spot(skip), backward_pass() != -1, seen
-    if record is not None:
-        record[CALL] = call
+    spot = call_spot(3)
+    backward = backward_pass() != -1
+    if record is None:
+        return public_call, what, axis.name, axis.own_coordinate, dtype, shape, *spot, backward
+    number, primitive, op, _, _, _, _, known, root, _ = record
+    seen = known, primitive, op, root, number
+    record[CALL] = call = public_call, what, axis.name, axis.own_coordinate, dtype, shape, *spot, backward, *seen
     return call
 
 
-def _public(
+def public_call(
     what: str,
     name: Any,
     coordinate: dict[str, int],
     dtype: torch.dtype | None,
     shape: Sequence[int],
-    spot: Spot,
+    code: CodeType,
+    place: int,
     backward: bool,
-    seen: tuple[Any, ...] | None,
+    before: Any = None,
+    primitive: str = "",
+    op: str = "",
+    root: Any = -1,
+    number: int = -1,
 ) -> Call:
-    axis, site = AxisAt(name, coordinate), site_at(spot)
+    """What was noted, as a value. What comes behind ``backward`` is of the record, as it was."""
+    axis, site = AxisAt(name, coordinate), site_at((code, place))
     call = Call(what, axis=axis, dtype=dtype, shape=tuple(shape), site=site, backward=backward)
-    if seen is None:
-        return call
-    before, primitive, op, root, number = seen
     known = made(before)
     if known is not None and known.what == what:
         return known._replace(axis=axis, site=site, backward=backward)

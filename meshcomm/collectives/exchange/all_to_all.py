@@ -182,7 +182,7 @@ def all_to_all(
         return aside(
             all_to_all, x, axis, split_dim, concat_dim, send_sizes, recv_sizes, mesh, bucket_mb, async_op, timeout
         )
-    ax = check.axis_of("all_to_all", axis, mesh)
+    ax = mesh.axis(axis, "all_to_all") if type(mesh) is Mesh else check.axis_of("all_to_all", axis, mesh)
     if isinstance(x, Tensor):  # most calls, at no call more than needed
         check.tensor("all_to_all", x, ax)
         return given_by(_ALL_TO_ALL, x, ax, _exchanged(x, ax, split_dim, concat_dim, send_sizes, recv_sizes), async_op)
