@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Generator
+from threading import get_ident
 from typing import Any, Generic, TypeVar, cast, overload
 
 import torch
@@ -24,9 +25,10 @@ from meshcomm.runtime.health import peers
 from meshcomm.runtime.health.lateness import Late, late_text
 from meshcomm.runtime.pending import Pending, TimedOutError, then
 from meshcomm.runtime.process import forks
-from meshcomm.runtime.recorder import CALL, ENDED, Named, failed, log_of, made, noted, public_call
+from meshcomm.runtime.recorder import CALL, ENDED, THREAD, Named, Record, failed, log_of, made, noted, public_call
 from meshcomm.runtime.start.request import duration
 from meshcomm.runtime.transports.threads.scheduler import current_rank, local
+from meshcomm.runtime.transports.underway import Started
 from meshcomm.watch import here, paused
 
 T = TypeVar("T", covariant=True)
@@ -120,9 +122,19 @@ class Work(Generic[T]):
             if timeout is not None:
                 timeout = max(0.0, timeout - (time.monotonic() - began))
             source = self._source
-            self._value = value = source.wait(timeout) if source.bare else self._finish(timeout)
-            self._over, self._source = True, None
-            return value  # type: ignore[no-any-return]
+            if timeout is None and source.__class__ is Started and (record := source.noted) is not None:
+                record[THREAD] = get_ident()  # as its own wait does it, without its call
+                try:
+                    source.work.wait()
+                except RuntimeError as error:
+                    raise source.failure(record, error) from error
+                if record[ENDED] is None:
+                    record[ENDED] = time.monotonic()
+                value: T = source.result
+            else:
+                value = source.wait(timeout) if source.bare else self._finish(timeout)
+            self._value, self._over, self._source = value, True, None
+            return value
         except TimedOutError as late:
             waited = 0.0 if timeout is None else time.monotonic() - began
             raise CommError(self._late(waited, str(late))) from None
@@ -309,7 +321,7 @@ def begun(what: str, axis: Axis, x: Tensor | Kind | None, result: Any, skip: int
     if not isinstance(result, Pending):
         return Work(result)
     dtype, shape = (x.dtype, x.shape) if isinstance(x, Tensor) else (None, ()) if x is None else x
-    record = result.record()
+    record: Record | None = result.noted if result.__class__ is Started else result.record()
     call: Named
     work: Work[Any] = _new(Work)  # as ``Work`` and ``noted`` do it, without their calls
     work._claimed, work._over = True, False

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 import meshcomm as mc
 from meshcomm.runtime.call import told
+from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.pending import Pending
 
 if TYPE_CHECKING:
@@ -409,3 +410,24 @@ def test_a_thousand_works_are_run_backwards(step: int) -> None:
             return torch.autograd.grad([work.wait().sum() for work in works[::step]], x)[0].sum().item()
 
     assert mc.launch(main, ranks=2) == [2000.0, 2000.0]
+
+
+def test_what_was_dropped_or_waited_for_is_not_under_way() -> None:
+    """Nobody looks on from what came before."""
+
+    class Dropped:
+        pass
+
+    ledger, call = Ledger(), Dropped()
+    first = ledger.begin(call)
+    del call
+    waited, kept = Dropped(), Dropped()
+    second = ledger.begin(waited)
+    assert first.following is None
+    assert first.call() is None
+    third = ledger.begin(kept)
+    assert second.following is third
+    assert ledger.wait(second) is third
+    assert ledger.wait(third) is third
+    ledger.begin(kept)
+    assert third.following is None

@@ -403,16 +403,17 @@ def failed(record: Record, error: BaseException) -> None:
 class Noted(Pending):
     """Something under way whose end is noted, if it has a record."""
 
-    __slots__ = ("_record",)
+    __slots__ = ("noted",)
+    noted: Record | None
 
     def __init__(self, record: Record | None = None) -> None:
-        self._record = record
+        self.noted = record
         if record is not None:
             record[THREAD] = 0
 
     def wait(self, timeout: float | None) -> Any:
         """Note how it ends."""
-        record = self._record
+        record = self.noted
         if record is None:
             return self._wait(timeout)
         record[THREAD] = get_ident()
@@ -433,12 +434,12 @@ class Noted(Pending):
 
     def record(self) -> Record | None:
         """Its own."""
-        return self._record
+        return self.noted
 
     def abandon(self) -> None:
         """Nobody waits for it."""
-        if self._record is not None and self._record[ENDED] is None:
-            self._record[ENDED] = DROPPED
+        if self.noted is not None and self.noted[ENDED] is None:
+            self.noted[ENDED] = DROPPED
 
 
 class Marked(Noted):

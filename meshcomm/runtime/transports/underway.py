@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshcomm.errors import CommError
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.process import accelerator, exits
 from meshcomm.runtime.recorder import ENDED, THREAD, Noted, Record, failed, waits_on_a_device
@@ -23,7 +24,7 @@ from meshcomm.runtime.recorder import ENDED, THREAD, Noted, Record, failed, wait
 class Started(Noted):
     """One operation of a backend that reports when it is done."""
 
-    __slots__ = ("_gloo", "_keep", "_link", "_result", "_what", "_work")
+    __slots__ = ("_gloo", "_keep", "_link", "_what", "result", "work")
     bare = True
     _mark: Callable[[], Any] | None = None
     """What a wait without a time-out does, and what there is to note of it."""
@@ -43,53 +44,57 @@ class Started(Noted):
         """
         self._link = link
         self._what = what
-        self._work = work
-        self._result = result
+        self.work = work
+        self.result = result
         self._keep = keep
         self._gloo = gloo
-        self._record = record
+        self.noted = record
         if record is not None:
             record[THREAD] = 0
 
     def wait(self, timeout: float | None) -> Any:
-        """As in the base, with a short way where all is well and nobody hurries."""
-        record = self._record
+        """As in the base, with a short way where all is well and nobody hurries, which a Work takes by itself."""
+        record = self.noted
         if timeout is not None or record is None:
             return super().wait(timeout)
         record[THREAD] = get_ident()
         try:
-            self._work.wait()
+            self.work.wait()
         except RuntimeError as error:
-            said = self._link._error(self._what, error)
-            failed(record, said)
-            raise said from error
+            raise self.failure(record, error) from error
         marked = None if self._mark is None else self._mark()
         if record[ENDED] is None:
             record[ENDED] = marked or monotonic()
-        return self._result
+        return self.result
+
+    def failure(self, record: Record, error: RuntimeError) -> CommError:
+        """In the library's words, and noted."""
+        said: CommError = self._link._error(self._what, error)
+        failed(record, said)
+        return said
 
     def _wait(self, timeout: float | None) -> Any:
         try:
             if timeout is None:
-                self._work.wait()
+                self.work.wait()
             elif self._gloo:
-                self._work.wait(timedelta(milliseconds=max(1, round(1000 * timeout))))  # 0 means for ever
+                self.work.wait(timedelta(milliseconds=max(1, round(1000 * timeout))))  # 0 means for ever
             else:
                 self._poll(timeout)
-                self._work.wait()
+                self.work.wait()
         except RuntimeError as error:
             if timeout is not None:
-                if not self._work.is_completed():
+                if not self.work.is_completed():
                     raise TimedOutError from None
                 return self._wait(None)  # it ended just now: how?
             raise self._link._error(self._what, error) from error
-        return self._result
+        return self.result
 
     def _poll(self, timeout: float) -> None:
         # A wait of NCCL's that runs out of time ends the communicator.
         end = None
         pause = 1e-5
-        while not self._work.is_completed():
+        while not self.work.is_completed():
             if end is None and self._others_could_come():
                 end = time.monotonic() + timeout
             if end is not None and time.monotonic() > end:
@@ -103,13 +108,13 @@ class Started(Noted):
 
     def done(self) -> bool:
         """As the backend says."""
-        return self._work.is_completed()
+        return self.work.is_completed()
 
     def abandon(self) -> None:
         """The backend may still read and write the tensors."""
         super().abandon()
         if not self._gloo:
-            self._work.wait()
+            self.work.wait()
 
 
 class StartedOnDevice(Started):
@@ -147,7 +152,7 @@ class StartedOnDevice(Started):
         """This thread's stream, which the tensors are lent to if it is another one."""
         here = accelerator.stream_at(self._first)
         if here != self._stream:
-            accelerator.lend(self._stream, self._result, self._keep)
+            accelerator.lend(self._stream, self.result, self._keep)
         return here
 
     def _poll(self, timeout: float) -> None:
@@ -171,7 +176,7 @@ class StartedOnDevice(Started):
                 super().abandon()
             return
         Noted.abandon(self)
-        if not self._work.is_completed():
+        if not self.work.is_completed():
             self._link.end_backend(self._what, self._stream.device)
 
 
