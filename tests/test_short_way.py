@@ -61,6 +61,7 @@ def functions_in_process(name: str) -> Counter[str]:
     call = {
         "all_reduce": lambda: mc.all_reduce(x, "a", mesh=mesh),
         "all_gather": lambda: mc.all_gather(x, "a", mesh=mesh),
+        "later": lambda: mc.all_reduce(x, "a", mesh=mesh, async_op=True).wait(),
         "barrier": lambda: mc.barrier("a", mesh=mesh),
         "requires grad": lambda: mc.all_reduce(w, "a", mesh=mesh),
         "and backward": lambda: torch.autograd.grad(mc.all_reduce(w, "a", mesh=mesh), w, x),
@@ -70,7 +71,7 @@ def functions_in_process(name: str) -> Counter[str]:
 
 @pytest.mark.parametrize(
     ("name", "most"),
-    [("all_reduce", 15), ("all_gather", 27), ("barrier", 23), ("requires grad", 16), ("and backward", 24)],
+    [("all_reduce", 15), ("all_gather", 23), ("later", 30), ("barrier", 23), ("requires grad", 16), ("and backward", 24)],
 )
 def test_a_call_of_ranks_of_one_process_runs_few_functions(name: str, most: int) -> None:
     for seen in mc.launch(functions_in_process, ranks=8, args=(name,)):

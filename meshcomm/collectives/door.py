@@ -209,16 +209,17 @@ def given_by(rule: Rule, x: Tensor, axis: Axis, params: Params, how: bool | Limi
     """What a collective gives of one tensor that it can take. ``seen``: as the user has it."""
     if how is not True:
         return started(rule, x, axis, params, how, seen) if how else apply(rule, x, axis, params)
-    link = axis.link
-    plain = not (is_compiling() or functorch_active() or dual_level_open() or link.hears or profiler_on())
-    if not plain or (x.requires_grad and is_grad_enabled()):
+    if is_compiling() or functorch_active() or dual_level_open() or (x.requires_grad and is_grad_enabled()):
         return started(rule, x, axis, params, how, seen)
-    given, one_read = x, rule.op.primitive  # as `start` does it, without its call
+    link, given, one_read = axis.link, x, rule.op.primitive  # as `start` does it, without its call
     if not (rule.local or axis.size == 1 or (one_read and link.copies(one_read, x))):
         given = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
     before, told.later = told.later, True
     try:
-        result = rule.run(given, axis, *params)
+        if link.hears or profiler_on():
+            result = rule.announced(given, axis, params, False, ())
+        else:
+            result = rule.run(given, axis, *params)
     finally:
         told.later = before
     return begun(rule.name, axis, x if seen is None else seen, result, _OURS)

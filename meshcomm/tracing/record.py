@@ -128,7 +128,7 @@ class Recorder(Listener):
         """Record it."""
         backward, (announced, site) = backward_pass() != -1, self._announced
         if announced is not call:
-            site = _site_in_backward() if backward else call_spot(3)
+            site = _site_in_backward() if backward else call_spot(4)  # nobody but the library calls a primitive
         later, several, x = asynchronous and not told.waits, None, given[0] if given else None
         if name in _SEVERAL:
             what = Running(name, given, call, None, asynchronous, _nothing)
