@@ -71,7 +71,14 @@ def functions_in_process(name: str) -> Counter[str]:
 
 @pytest.mark.parametrize(
     ("name", "most"),
-    [("all_reduce", 15), ("all_gather", 23), ("later", 30), ("barrier", 23), ("requires grad", 16), ("and backward", 24)],
+    [
+        ("all_reduce", 15),
+        ("all_gather", 23),
+        ("later", 30),
+        ("barrier", 23),
+        ("requires grad", 16),
+        ("and backward", 24),
+    ],
 )
 def test_a_call_of_ranks_of_one_process_runs_few_functions(name: str, most: int) -> None:
     for seen in mc.launch(functions_in_process, ranks=8, args=(name,)):
