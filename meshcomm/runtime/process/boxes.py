@@ -58,17 +58,19 @@ if sys.platform == "linux":  # elsewhere no memory is shared
 class Box:
     """What one rank of a group tells the others: an entry for each call, in a ring. In units of cells."""
 
-    __slots__ = ("_address", "_base", "cells", "listens")
+    __slots__ = ("_address", "_base", "cells", "first", "listens")
 
     def __init__(self, cells: memoryview[int], base: int, address: int) -> None:
         """``address``: of the first cell."""
         self.cells, self._base, self._address = cells, base, address
+        self.first = base + _ENTRIES_AT
+        """Where its entries begin."""
         self.listens = base + _LISTENS
         """The cell that says whether its rank listens."""
 
     def at(self, number: int) -> int:
         """Where the entry of a call is, which begins with its number."""
-        return self._base + _ENTRIES_AT + number % ENTRIES * ENTRY
+        return self.first + number % ENTRIES * ENTRY
 
     def say(self, state: int) -> None:
         """``HERE``; ``LEAVING``: no more entries will come; ``GONE``: nothing will be read either."""

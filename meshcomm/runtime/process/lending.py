@@ -37,6 +37,8 @@ TABLE = 2 * SERIAL
 _NOBODY = bytes(READERS)
 _SLOT, _SLOTS, _MOST_SLOTS = 2**16, 64, 2**12
 """Bytes of a small segment, how many of them lie in one memory, and the most of them."""
+MOST_SMALL = _SLOT - PAGE
+"""Bytes that it has room for."""
 _FIRST = 4
 """How many of them are looked at first: what was lent last is mapped and near on all sides."""
 _MOST_LARGE = 256
@@ -66,7 +68,7 @@ class Segment:
     """A part of a memory: in its first page one byte per reader and a state; then what is lent."""
 
     __slots__ = (
-        "_mapped", "_part", "bytes", "cells", "fd", "flags", "kept", "lent_at", "number", "offset", "patience",
+        "_mapped", "_part", "bytes", "cells", "fd", "flags", "head", "kept", "lent_at", "number", "offset", "patience",
         "readers", "serial", "size", "touched", "whole",
     )  # fmt: skip
 
@@ -74,6 +76,7 @@ class Segment:
         self.fd, self.serial, self.whole, self.offset, self.size = memory.fd, memory.serial, memory.size, offset, size
         self.flags = memory.view[offset : offset + size]
         self.cells = self.flags.cast("q")
+        self.head = self.flags[:READERS]
         if _torch.plain_now() and not torch.is_inference_mode_enabled():  # to leave nothing takes longer than the rest
             self.bytes = _bytes_of(memory, offset + PAGE, size - PAGE)
         else:
@@ -104,7 +107,7 @@ class Segment:
 
     def is_free(self) -> bool:
         """Whether everybody has read."""
-        return bool(self.flags[:READERS] == _NOBODY)
+        return bool(self.head == _NOBODY)
 
     def returned(self, place: int) -> None:
         """A reader has finished."""
@@ -158,7 +161,14 @@ class Room:
         need, lent = PAGE + nbytes, None
         try:
             with self._lock:
-                found = self._slot() if need <= _SLOT else self._free(need)
+                if need > _SLOT:
+                    found = self._free(need)
+                else:
+                    for found in self._small[:_FIRST]:
+                        if found.head == _NOBODY:  # `is_free`, without a call
+                            break
+                    else:
+                        found = self._slot()
                 if found is None:
                     self._drop_used()
                     found = self._wait_for(need) if patient else None
@@ -180,11 +190,8 @@ class Room:
             raise
 
     def _slot(self) -> Segment | None:
-        """One of the small ones, of which many lie in one memory: there are only so many descriptors."""
+        """Another small one. Many of them lie in one memory: there are only so many descriptors."""
         small = self._small
-        for segment in small[:_FIRST]:
-            if segment.flags[:READERS] == _NOBODY:  # `is_free`, without a call
-                return segment
         for _ in range(len(small)):
             self._next = (self._next + 1) % len(small)
             if small[self._next].is_free():

@@ -188,7 +188,7 @@ def _looked_up(table: Tensor, x: Tensor) -> Tensor:
     return table.index_select(0, x.view(torch.uint16).to(torch.int32).view(-1)).view(x.shape)
 
 
-_SUMMED_AS_THEY_ARE = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
+SUMMED_AS_THEY_ARE = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
 """Their sums are calls of torch's and nothing else, and most calls are that."""
 _BLOCK = 2**18
 """Elements that are reduced at a time: partial results stay where the processor finds them at once."""
@@ -210,7 +210,7 @@ def fold(op: str, xs: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     if len(xs) == 1:
         return xs[0].clone(memory_format=torch.contiguous_format) if out is None else out.copy_(xs[0])
     dtype = xs[0].dtype
-    if op == "sum" and dtype in _SUMMED_AS_THEY_ARE:
+    if op == "sum" and dtype in SUMMED_AS_THEY_ARE:
         if len(xs) == 2 and out is not None:
             return torch.add(xs[0], xs[1], out=out)
         if xs[0].numel() <= _BLOCK:

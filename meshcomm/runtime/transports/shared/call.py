@@ -40,7 +40,7 @@ from meshcomm.runtime.transports.shared.differences import compare_given, differ
 from meshcomm.runtime.transports.shared.entry import NOBODY, Caller, Entry, Watch
 from meshcomm.runtime.transports.shared.lexicon import Meaning
 from meshcomm.runtime.transports.shared.mailbox import Mail
-from meshcomm.runtime.transports.shared.waiting import Wait
+from meshcomm.runtime.transports.shared.waiting import AWAKE, Wait
 from meshcomm.runtime.transports.shared.words import (
     DIGEST,
     ENTRY_CELLS,
@@ -151,14 +151,14 @@ class Call(Entry):
         """Whether it cannot come to an end, for somebody has left before coming."""
         return any(self.mail.readers[i].is_leaving() for i in self._missing) and not self.look()
 
-    def wait_for_all(self, timeout: float) -> None:
-        """Until all have come; CommError if they will not."""
+    def wait_for_all(self, timeout: float, awake: float = AWAKE) -> None:
+        """Until all have come; CommError if they will not. ``awake``: as in :class:`Wait`."""
         if self.look():
             return
         if self.watch is not None:
             self.wait_within(None)
             return
-        wait = Wait(self, time.monotonic() + timeout)
+        wait = Wait(self, time.monotonic() + timeout, awake=awake)
         while not self.look():
             wait.more(self._missing)
 
@@ -186,12 +186,12 @@ class Call(Entry):
         """Read, once, and return what was borrowed."""
         return self._read(all_of_it=True)
 
-    def conclude(self, timeout: float | None = None) -> Any:
+    def conclude(self, timeout: float | None = None, awake: float = AWAKE) -> Any:
         """The same, for who asks for the result; and see whether calls before this one were the others' too. First
         wait so long for all to come, if that was not done.
         """
         if timeout is not None and not self.look():
-            self.wait_for_all(timeout)
+            self.wait_for_all(timeout, awake)
         result, mail = self._read(all_of_it=True), self.mail
         if mail.given or self._partly:
             if self._partly:

@@ -192,6 +192,17 @@ class Entry:
                     self._lent.returned(place)
             raise
 
+    def was_posted(
+        self, number: int, lent: Segment | None, own: Tensor, sources: Sequence[int], table: Sequence[int]
+    ) -> None:
+        """All of that has been done: under this number, with ``own`` written to what is lent."""
+        self.number, self._lent, self.packed, self._own = number, lent, own, own
+        self._sources, self._missing = sources, list(sources)
+        self._partly = len(sources) < len(self.mail.others)
+        if table:
+            self._tables[self.link.index] = list(table)
+        self.mail.open[number] = self  # type: ignore[assignment]  # the entry of a `Call`
+
     def _lend(
         self,
         packed: Tensor | None,

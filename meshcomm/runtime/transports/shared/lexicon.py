@@ -42,6 +42,8 @@ class Lexicon:
         self._words, self._cells = words, words.cast("q")
         self._lock = threading.Lock()
         self._half, self._end = 0, 0
+        self.turn = 0
+        """How often what is known was forgotten: from then on its words are written anew."""
 
     def learn(self, key: Hashable, code: int, digest: int, words: bytes) -> Meaning:
         """What is called so from now on."""
@@ -61,6 +63,7 @@ class Lexicon:
             words, need = b"", _HEAD
         if len(self.known) >= _MOST or self._end + need > _HALF:
             self.known.clear()
+            self.turn += 1
             self._half, self._end = 1 - self._half, 0
         place = self._half * _HALF + self._end
         self._cells[place // 8], self._cells[place // 8 + 1] = digest, len(words)

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from meshcomm.runtime.process import boxes, lending
 from meshcomm.runtime.process.boxes import ENTRIES, GONE, LEAVING, Box
@@ -84,8 +84,9 @@ class Mail:
     """The mailboxes of one group: the own one, those of the others, and the number of the last call."""
 
     __slots__ = (
-        "_borrowed", "adopted", "boxes", "dropped", "failed", "given", "index", "key", "known", "letters", "lexicon",
-        "lock", "neighbours", "number", "open", "other_readers", "others", "own", "readers", "timeout", "user",
+        "_borrowed", "adopted", "boxes", "calls", "dropped", "failed", "given", "index", "key", "known", "letters",
+        "lexicon", "lock", "neighbours", "number", "open", "other_readers", "others", "own", "readers", "timeout",
+        "user",
     )  # fmt: skip
 
     def __init__(self, key: int, index: int, neighbours: Sequence[Neighbour | None], timeout: float) -> None:
@@ -109,6 +110,8 @@ class Mail:
         self.given: deque[Given] | None = None
         """Calls that were not compared with those of all others yet, once there has been one."""
         self.dropped: list[Open] = []
+        self.calls: dict[Any, Any] = {}
+        """Small ones that were made before, as who makes them knows them again."""
         self._borrowed: dict[tuple[int, int], Segment] = {}
         self.letters: Letters | None = None
         """Of messages, once there has been one."""

@@ -21,22 +21,22 @@ import torch
 from torch import Tensor
 
 from meshcomm.errors import CommError
-from meshcomm.runtime.call import Call as Announced
 from meshcomm.runtime.call import Post, Want, for_later, told
 from meshcomm.runtime.health.lateness import Late
 from meshcomm.runtime.pending import begin_all, queued
 from meshcomm.runtime.process.reuse import reserve
-from meshcomm.runtime.recorder import CALL, ENDED, Named, Record, failed
+from meshcomm.runtime.recorder import CALL, ENDED, Log, Named, Record, failed
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.group_link import Made
 from meshcomm.runtime.transports.post import Carrier, route_of
 from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.protocol import Empty, Parts
+from meshcomm.runtime.transports.shared import at_once
 from meshcomm.runtime.transports.shared.call import Call, Fill, Mail, Reading, Watch
 from meshcomm.runtime.transports.shared.differences import compare_given
 from meshcomm.runtime.transports.shared.letters import Parcel, Sent, letters_of
 from meshcomm.runtime.transports.shared.messages import Letterbox, Posted
-from meshcomm.runtime.transports.shared.words import code_of, meaning_of
+from meshcomm.runtime.transports.shared.words import brief, code_of, meaning_of
 
 T = TypeVar("T")
 
@@ -53,6 +53,11 @@ class OneHostLink(ProcessLink):
     hears = shares_memory = True
     watches: dict[int, tuple[Watch, Record]] = {}  # noqa: RUF012
     """Of each thread's next call, where somebody wants that all ranks make it, or none does: it is noted already."""
+
+    def note_in(self, log: Log) -> None:
+        """As any; small calls that are waited for at once have a way of their own."""
+        super().note_in(log)
+        self._at_once = at_once.at_once_in(log)
 
     def copies(self, name: str, x: Tensor) -> bool:
         """What is lent is a copy."""
@@ -76,6 +81,8 @@ class OneHostLink(ProcessLink):
         """All read all; where that is much, each reduces a part and reads the others' parts."""
         if not x.is_cpu:
             return super().all_reduce(x, op)
+        if (small := self._at_once(self, at_once.ALL_REDUCE, op, x)) is not None:
+            return small
         packed = dtypes.to_bytes(x)
         call = self._call("all_reduce", op, x)
         flat = reserve.empty(packed.shape, packed)
@@ -130,12 +137,17 @@ class OneHostLink(ProcessLink):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """All read all."""
-        return self._gathered(x, (self.size, *x.shape)) if x.is_cpu else super().all_gather(x)
+        if not x.is_cpu:
+            return super().all_gather(x)
+        small = self._at_once(self, at_once.ALL_GATHER, "", x)
+        return self._gathered(x, (self.size, *x.shape)) if small is None else small
 
     def gather_flat(self, x: Tensor, empty: Empty | None = None) -> Any:
         """The same, of another shape."""
         if not x.is_cpu:
             return super().gather_flat(x, empty)
+        if (small := self._at_once(self, at_once.GATHER_FLAT, "", x)) is not None:
+            return small
         first, *others = x.shape
         return self._gathered(x, (self.size * first, *others))
 
@@ -151,6 +163,8 @@ class OneHostLink(ProcessLink):
         """Everybody reduces its row of all."""
         if not x.is_cpu:
             return super().reduce_scatter(x, op)
+        if (small := self._at_once(self, at_once.REDUCE_SCATTER, op, x)) is not None:
+            return small
         packed = dtypes.to_bytes(x)
         out = reserve.empty(x.shape[1:], x)
         call = self._call("reduce_scatter", op, x)
@@ -158,6 +172,11 @@ class OneHostLink(ProcessLink):
         own = self.index * each, (self.index + 1) * each
         call.post(packed, self.mail.others, self.mail.others, unread=own)
         return self._own_row(call, op, out)
+
+    def scatter_flat(self, x: Tensor, op: str) -> Any:
+        """The same of what lies so."""
+        small = self._at_once(self, at_once.SCATTER_FLAT, op, x) if x.is_cpu else None
+        return super().scatter_flat(x, op) if small is None else small
 
     def scatter_parts(self, x: Parts, op: str) -> Tensor:
         """They are written straight to where the others read them."""
@@ -178,6 +197,11 @@ class OneHostLink(ProcessLink):
             dtypes.fold(op, [whole[mine] for whole in wholes], out=out.view(-1))
 
         return self._done(call, fill, out)
+
+    def swap_flat(self, x: Tensor) -> Any:
+        """All read their runs of all."""
+        small = self._at_once(self, at_once.SWAP_FLAT, "", x) if x.is_cpu else None
+        return super().swap_flat(x) if small is None else small
 
     def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
         """All read their runs of all; a table says where those begin."""
@@ -202,6 +226,8 @@ class OneHostLink(ProcessLink):
         """One reads from one."""
         if not x.is_cpu:
             return super().permute(x, source, destination)
+        if (small := self._at_once(self, at_once.PERMUTE, "", x, (source, destination))) is not None:
+            return small
         packed = dtypes.to_bytes(x)
         out = torch.zeros_like(packed) if source is None else reserve.empty(packed.shape, packed)
         call = self._call("permute", "", x)
@@ -220,6 +246,8 @@ class OneHostLink(ProcessLink):
         """All read from one."""
         if not x.is_cpu:
             return super().broadcast(x, src)
+        if (small := self._at_once(self, at_once.BROADCAST, "", x, src)) is not None:
+            return small
         packed = dtypes.to_bytes(x)
         out = reserve.empty(packed.shape, packed)
         call = self._call("broadcast", "", x, src)
@@ -355,7 +383,7 @@ class OneHostLink(ProcessLink):
         if said is None:
             called, tree, whose = (), (), None
         else:
-            called, tree, whose = said if type(said) is tuple else _brief(said)
+            called, tree, whose = said if type(said) is tuple else brief(said)
         key = name, op, dtype, shape, root, called, tree
         try:
             meaning = mail.known.get(key)
@@ -381,12 +409,6 @@ class OneHostLink(ProcessLink):
                 failed(call.record, error)
             call.drop()
             raise
-
-
-def _brief(call: Announced) -> tuple[Any, ...]:
-    """What all ranks say alike, as ``told.call`` has it."""
-    what, given, names, _, _, dtype, shape, fixed, tree, whose, *_ = call
-    return (Announced, what, given, tuple(names), None, None, dtype, shape, fixed), tree, whose
 
 
 def _write(own: Tensor, x: Parts) -> None:

@@ -17,7 +17,7 @@ from typing import NoReturn, Protocol
 
 from meshcomm.runtime.health import peers
 
-_AWAKE = 2e-4
+AWAKE = 2e-4
 """Seconds for which a rank looks and gives way before it sleeps: to be woken takes as long as a small call, and of more
 ranks than cores who gives way lets those come that are waited for.
 """
@@ -50,10 +50,18 @@ class Wait:
 
     __slots__ = ("_awake", "_call", "_end", "_gone", "_heard", "_next", "_pause", "_sees")
 
-    def __init__(self, call: Waiting, end: float | None, sees: Callable[[Sequence[int]], None] | None = None) -> None:
-        """``sees``: who else asks now and then whether those that are missing will come."""
+    def __init__(
+        self,
+        call: Waiting,
+        end: float | None,
+        sees: Callable[[Sequence[int]], None] | None = None,
+        awake: float = AWAKE,
+    ) -> None:
+        """``sees``: who else asks now and then whether those that are missing will come. ``awake``: seconds, less where
+        it has looked and given way before.
+        """
         self._call, self._end, self._sees = call, end, sees
-        self._awake, self._pause, self._next = time.monotonic() + _AWAKE, _FIRST_PAUSE, 0.0
+        self._awake, self._pause, self._next = time.monotonic() + awake, _FIRST_PAUSE, 0.0
         self._heard: int | None = None
         self._gone: dict[int, str] = {}
 

@@ -47,6 +47,12 @@ def meaning_of(
     return known.learn(key, code_of(name, op, dtype), call.digest[0], call.meaning.write())
 
 
+def brief(call: Call) -> tuple[Any, ...]:
+    """What all ranks say alike of a call, as ``told.call`` has it: what makes it, the tree, whose gradient it sums."""
+    what, given, names, _, _, dtype, shape, fixed, tree, whose, *_ = call
+    return (Call, what, given, tuple(names), None, None, dtype, shape, fixed), tree, whose
+
+
 def _alone(name: str, op: str, root: int) -> Call:
     """Of a primitive that belongs to no call that is known."""
     return Call(name, (op or None, None if root < 0 else root), ("op", "root"))

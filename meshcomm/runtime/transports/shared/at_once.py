@@ -1,0 +1,343 @@
+"""Small calls that are waited for at once: most calls, and most of them like one before.
+
+What such a call says is known from the last one like it, and where the others write and lend theirs: so it is made in
+one function, with the protocol of :mod:`meshcomm.runtime.transports.shared.call`. As soon as anything is not as in
+nearly all of them (somebody does not come for a while, says something else, lends nothing; this rank is interrupted) it
+goes on as a :class:`Call`, which knows of all that.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+from threading import get_ident
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from meshcomm import _torch
+from meshcomm.runtime.call import told
+from meshcomm.runtime.pending import queued
+from meshcomm.runtime.process import lending
+from meshcomm.runtime.process.boxes import ENTRIES, ENTRY
+from meshcomm.runtime.process.lending import MOST_SMALL, TABLE, Segment
+from meshcomm.runtime.recorder import ENDED, Log, Record, failed
+from meshcomm.runtime.transports import dtypes
+from meshcomm.runtime.transports.exact import EXACT
+from meshcomm.runtime.transports.shared.call import Call
+from meshcomm.runtime.transports.shared.differences import compare_given
+from meshcomm.runtime.transports.shared.entry import NOBODY
+from meshcomm.runtime.transports.shared.lexicon import Meaning
+from meshcomm.runtime.transports.shared.mailbox import FAR, Mail
+from meshcomm.runtime.transports.shared.waiting import AWAKE
+from meshcomm.runtime.transports.shared.words import (
+    DIGEST,
+    ENTRY_CELLS,
+    OFFSET,
+    ROOT,
+    SERIAL,
+    brief,
+    entry_of,
+    meaning_of,
+)
+
+_KEPT, _PLACES = 128, 16
+"""How many calls of a group are known again, and of each how many places where something is lent."""
+_KINDS = frozenset((Tensor, Parameter))
+
+Form = Callable[[torch.Size, int], torch.Size]
+Cut = Callable[[Tensor, torch.Size, int, int], Tensor]
+
+
+class Way:
+    """One way to call a collective."""
+
+    __slots__ = ("cut", "form", "name", "spread", "take")
+
+    def __init__(self, name: str, form: Form, cut: Cut, take: Callable[..., Tensor] | None, spread: bool) -> None:
+        """``form(shape, n)``: what is said of a tensor of this shape. ``cut(flat, shape, n, index)``: what a rank reads
+        of what is lent. ``take``: makes the result of a list of that, or, if ``spread``, of that as arguments; None: it
+        is reduced.
+        """
+        self.name, self.form, self.cut, self.take, self.spread = name, form, cut, take, spread
+
+
+def _as_it_is(shape: torch.Size, _: int) -> torch.Size:
+    return shape
+
+
+def _in_rows(shape: torch.Size, n: int) -> torch.Size:
+    return torch.Size((n, shape[0] // n, *shape[1:]))
+
+
+def _all_of_it(flat: Tensor, shape: torch.Size, *_: int) -> Tensor:
+    return flat.view(shape)
+
+
+def _own_rows(flat: Tensor, shape: torch.Size, n: int, index: int) -> Tensor:
+    return flat.view(_in_rows(shape, n))[index]
+
+
+ALL_REDUCE = Way("all_reduce", _as_it_is, _all_of_it, None, False)
+ALL_GATHER = Way("all_gather", _as_it_is, lambda flat, shape, *_: flat.view(1, *shape), torch.cat, False)
+GATHER_FLAT = Way("all_gather", _as_it_is, _all_of_it, torch.cat, False)
+REDUCE_SCATTER = Way("reduce_scatter", _as_it_is, lambda flat, shape, n, i: flat.view(shape)[i], None, False)
+SCATTER_FLAT = Way("reduce_scatter", _in_rows, _own_rows, None, False)
+SWAP_FLAT = Way("all_to_all", lambda shape, _: torch.Size((shape.numel(),)), _own_rows, torch.cat, False)
+PERMUTE = Way("permute", _as_it_is, _all_of_it, Tensor.clone, True)
+BROADCAST = Way("broadcast", _as_it_is, _all_of_it, Tensor.clone, True)
+
+
+class _UnderWay:
+    """In the place of a call that only the thread that makes it has to do with."""
+
+    watch = None
+    is_over = False
+
+    def look(self) -> bool:
+        """Nobody else looks."""
+        return False
+
+    def end_unasked(self) -> None:
+        """Who makes it does."""
+
+
+_UNDER_WAY = _UnderWay()
+
+
+class _Known:
+    """A call that was made before: all of it but its number and the tensor."""
+
+    __slots__ = (
+        "called", "count", "cuts", "dtype", "entries", "form", "index", "meaning", "nbytes", "noted", "others",
+        "own_at", "partly", "places", "readers", "reads", "root", "rooted", "shape", "sources", "spread", "table",
+        "take", "turn", "who",
+    )  # fmt: skip
+
+    def __init__(self, link: Any, way: Way, op: str, x: Tensor, at: Any, said: tuple[Any, ...]) -> None:
+        mail, n, index = link.mail, link.size, link.index
+        self.index, self.dtype, self.nbytes, self.shape = index, x.dtype, x.nbytes, x.shape
+        self.called, tree, whose = said
+        self.form = form = way.form(x.shape, n)
+        self.noted = root = at if way is BROADCAST else NOBODY
+        key = way.name, op, x.dtype, form, root, self.called, tree
+        self.turn, meaning = mail.lexicon.turn, mail.known.get(key)
+        self.meaning: Meaning = meaning or meaning_of(mail.lexicon, key, self.called, tree, *key[:5])
+        self.readers: Sequence[int] = mail.others
+        self.reads: Sequence[int] = range(n)
+        self.root = self.rooted = root if whose is None else NOBODY - whose.word
+        self.count, self.table = x.numel(), array("q")
+        if way is BROADCAST:
+            self.readers, self.reads = mail.others if index == at else (), (at,)
+        elif way is PERMUTE:
+            source, self.root = at
+            self.readers, self.reads, self.rooted = (self.root,), (source,), index
+        elif way is SWAP_FLAT:
+            run, self.count = self.count // n, 0  # it may differ
+            self.table = array("q", [*(run * i for i in range(n + 1)), *[run] * n])
+        self.take, self.spread = (way.take, way.spread) if way.take is not None else _reduction(op, x.dtype, n)
+        self.cuts = way.cut, (x.shape, n, index)
+        self.places, self.who = (*self.readers, index), [mail.readers[i] for i in self.readers]
+        self.others = [(box, box.cells, box.listens) for box in map(mail.boxes.__getitem__, mail.others)]
+        boxes = [(k, i, mail.boxes[i]) for k, i in enumerate(self.reads) if i != index]
+        self.sources: list[Any] = [(k, i, box.cells, box.first, {}) for k, i, box in boxes]
+        self.own_at = None if index not in self.reads else self.reads.index(index)
+        self.partly = len(boxes) < n - 1
+        self.entries: dict[Segment | None, Any] = {}
+
+    def cut(self, flat: Tensor) -> Tensor:
+        """What this rank reads of what is lent."""
+        way, given = self.cuts
+        return way(flat, *given)
+
+    def entry(self, lent: Segment | None) -> tuple[Any, ...]:
+        """What is said where this is lent; where the tensor is written to, and what this rank reads of it."""
+        where = (0,) * 6 if lent is None else (lent.fd, lent.serial, lent.whole, lent.kept, lent.offset, lent.size)
+        code, digest, place = self.meaning
+        says = array("q", (code, self.count, self.root, *where[:4], 0, *where[4:], digest, place, 0, 0, 0))
+        if lent is None:
+            found: tuple[Any, ...] = says, None, None, None
+        else:
+            flat = lent.part(self.nbytes, self.dtype)
+            found = says, flat, flat.view(self.shape), self.cut(flat)
+        _keep(self.entries, lent, found)
+        return found
+
+    def borrowed(self, mail: Mail, i: int, number: int, places: dict[Any, Any]) -> tuple[Any, ...] | None:
+        """What this rank reads of what index i lends, its flags, and its table of runs; None if it cannot be read."""
+        entry = entry_of(mail.boxes[i], number)
+        if entry is None or not entry[SERIAL]:
+            return None
+        try:
+            segment = mail.borrow(entry, i)
+        except OSError:
+            return None
+        table = segment.cells[TABLE : TABLE + len(self.table)]
+        found = self.cut(segment.part(self.nbytes, self.dtype)), segment.flags, table
+        _keep(places, (entry[SERIAL], entry[OFFSET]), found)
+        return found
+
+    def read(self, mail: Mail, number: int, own: Any, lent: Segment | None, record: Record) -> Tensor | None:
+        """The result, and the call is over; None if it has to go on as a :class:`Call`."""
+        parts: list[Any] = [None] * len(self.reads)
+        if self.own_at is not None:
+            parts[self.own_at] = own
+        slot, digest, rooted, flags, end = number % ENTRIES * ENTRY, self.meaning[1], self.rooted, [], 0.0
+        for k, i, cells, first, places in self.sources:
+            at = first + slot
+            while cells[at] != number:
+                now = monotonic()
+                if not end:
+                    end = now + AWAKE
+                elif now > end:
+                    return None
+                os.sched_yield()
+            if cells[at + DIGEST] != digest or cells[at + ROOT] != rooted:
+                return None
+            found = places.get((cells[at + SERIAL], cells[at + OFFSET])) or self.borrowed(mail, i, number, places)
+            if found is None:
+                return None
+            parts[k], flag, table = found
+            if self.table and table != self.table:
+                return None
+            flags.append(flag)
+        result: Tensor = self.take(*parts) if self.spread else self.take(parts)
+        record[ENDED] = monotonic()
+        del mail.open[number]
+        for flag in flags:
+            flag[self.index] = 0
+        if lent is not None:
+            lent.flags[self.index] = 0
+        return result
+
+    def goes_on(
+        self, link: Any, record: Record, number: int, lent: Segment | None, x: Tensor
+    ) -> tuple[Call, list[Any]]:
+        """The same as a call, of which all is said; and where its result will be."""
+        result: list[Tensor] = []
+        own = x.detach().reshape(-1) if lent is None else lent.part(self.nbytes, self.dtype)
+
+        def part(i: int, flat: Tensor) -> Tensor:
+            return flat[slice(*call.table_of(i))].view_as(self.cut(own)) if self.table else self.cut(flat)
+
+        def fill(got: list[Tensor]) -> None:
+            parts = [part(i, got[i]) for i in self.reads]
+            result.append(self.take(*parts) if self.spread else self.take(parts))
+
+        call = Call(link, link.mail, self.meaning, self.count, self.root, record)
+        call.was_posted(number, lent, own, [i for _, i, *_ in self.sources], self.table)
+        call.expect(fill, None)
+        return call, result
+
+
+def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
+    """Tensors that outlive whatever the first user is in the middle of."""
+    if _torch.plain_now() and not torch.is_inference_mode_enabled():
+        if len(known) >= _PLACES:
+            known.clear()
+        known[key] = value
+
+
+def _reduction(op: str, dtype: torch.dtype, n: int) -> tuple[Callable[..., Tensor], bool]:
+    if n == 2 and op == "sum" and dtype in dtypes.SUMMED_AS_THEY_ARE:
+        return torch.add, True
+    return partial(dtypes.fold, op), False
+
+
+def _learned(link: Any, way: Way, op: str, x: Tensor, at: Any, said: Any, key: Any) -> _Known | None:
+    """A call that is made for the first time, if it is one of these."""
+    mail = link.mail
+    if not 0 < x.nbytes <= MOST_SMALL or x.dtype not in dtypes.PLAIN or op in EXACT:
+        return None
+    if None in map(mail.box, mail.others) or (way is PERMUTE and (None in at or link.index in at)):
+        return None
+    if len(mail.calls) >= _KEPT:
+        mail.calls.clear()
+    known = mail.calls[key] = _Known(link, way, op, x, at, said or ((), (), None))
+    return known
+
+
+def at_once_in(log: Log) -> Callable[..., Tensor | None]:
+    """``at_once(link, way, op, x, at=-1)``: what the call gives; or None, and nothing is done, if it is not small, or
+    not as most are. ``at``: the root, or source and destination.
+
+    A closure, with as few steps as can be: each is felt.
+    """
+    number, keep = log.number, log.records.append
+
+    def at_once(link: Any, way: Way, op: str, x: Tensor, at: Any = NOBODY) -> Tensor | None:
+        mail, said = link.mail, told.call if link.hears else None
+        if told.later or queued or link.watches or type(x) not in _KINDS or (mail.number + 1) % FAR == 0:
+            return None
+        key = way, op, x.dtype, x.shape, at, said if said is None or type(said) is tuple else (said := brief(said))
+        try:
+            known = mail.calls.get(key)
+        except TypeError:  # an argument without a hash
+            return None
+        if known is None or known.turn != mail.lexicon.turn:
+            known = _learned(link, way, op, x, at, said, key)
+            if known is None:
+                return None
+        if mail.dropped:
+            mail.look_after()
+        mine, lent, own, record, posted = 0, None, None, None, False
+        try:
+            if known.readers:
+                lent = lending.room.lend(known.nbytes, known.places, known.who, patient=True)
+            entry, _, written, own = known.entries.get(lent) or known.entry(lent)
+            if lent is not None:
+                written.copy_(x)
+                if known.table:
+                    lent.cells[TABLE : TABLE + len(known.table)] = known.table
+            cells, first = mail.own.cells, mail.own.first
+            with mail.lock:
+                mine = mail.number + 1
+                if mine % FAR == 0:  # another thread was here
+                    if lent is not None:
+                        lent.take_back()
+                    return None
+                record = [
+                    number(), way.name, op, known.dtype, known.form, monotonic(), None, known.called, known.noted,
+                    get_ident(),
+                ]  # fmt: skip
+                keep(record)
+                place = first + mine % ENTRIES * ENTRY
+                cells[place] = 0  # what stood there is not to be written to any more
+                cells[place + 1 : place + ENTRY_CELLS] = entry
+                # No call until it is there: Ctrl-C comes with one.
+                mail.open[mine], mail.number, posted = _UNDER_WAY, mine, True
+                if lent is not None:
+                    lent.number = mine
+                cells[place] = mine
+                for box, there, listens in known.others:
+                    if there[listens]:
+                        box.ring()
+            result = known.read(mail, mine, own, lent, record)
+            if result is None:
+                call, results = known.goes_on(link, record, mine, lent, x)
+                call.conclude(mail.timeout, awake=0.0)
+                return results[0]  # type: ignore[no-any-return]
+        except BaseException as error:
+            if not posted:
+                if lent is not None:
+                    lent.take_back()
+                if isinstance(error, OSError):  # of memory: the longer way says so
+                    return None
+            elif (call := mail.open.get(mine)) is not None:
+                call = known.goes_on(link, record, mine, lent, x)[0] if call is _UNDER_WAY else call
+                call.drop()
+            if record is not None and record[ENDED] is None:
+                failed(record, error)
+            raise
+        if known.partly:
+            (mail.keep_given() if mail.given is None else mail.given).append((mine, known.meaning[1]))
+        if mail.given:
+            compare_given(mail)
+        return result
+
+    return at_once
