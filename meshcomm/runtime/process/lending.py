@@ -37,8 +37,6 @@ TABLE = 2 * SERIAL
 _NOBODY = bytes(READERS)
 _SLOT, _SLOTS, _MOST_SLOTS = 2**16, 64, 2**12
 """Bytes of a small segment, how many of them lie in one memory, and the most of them."""
-MOST_SMALL = _SLOT - PAGE
-"""Bytes that it has room for."""
 _FIRST = 4
 """How many of them are looked at first: what was lent last is mapped and near on all sides."""
 _MOST_LARGE = 256

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
 from time import monotonic
@@ -25,19 +26,21 @@ from meshcomm.runtime.call import told
 from meshcomm.runtime.pending import queued
 from meshcomm.runtime.process import lending
 from meshcomm.runtime.process.boxes import ENTRIES, ENTRY
-from meshcomm.runtime.process.lending import MOST_SMALL, TABLE, Segment
+from meshcomm.runtime.process.lending import TABLE, Segment
+from meshcomm.runtime.process.reuse import LEAST, reserve
 from meshcomm.runtime.recorder import ENDED, Log, Record, failed
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.exact import EXACT
 from meshcomm.runtime.transports.shared.call import Call
 from meshcomm.runtime.transports.shared.differences import compare_given
-from meshcomm.runtime.transports.shared.entry import NOBODY
+from meshcomm.runtime.transports.shared.entry import NOBODY, SMALL
 from meshcomm.runtime.transports.shared.lexicon import Meaning
 from meshcomm.runtime.transports.shared.mailbox import FAR, Mail
 from meshcomm.runtime.transports.shared.waiting import AWAKE
 from meshcomm.runtime.transports.shared.words import (
     DIGEST,
     ENTRY_CELLS,
+    KEPT,
     OFFSET,
     ROOT,
     SERIAL,
@@ -46,25 +49,14 @@ from meshcomm.runtime.transports.shared.words import (
     meaning_of,
 )
 
+_MOST = 2**22
+"""Bytes of a tensor up to which a step of Python's is felt."""
 _KEPT, _PLACES = 128, 16
 """How many calls of a group are known again, and of each how many places where something is lent."""
 _KINDS = frozenset((Tensor, Parameter))
 
 Form = Callable[[torch.Size, int], torch.Size]
-Cut = Callable[[Tensor, torch.Size, int, int], Tensor]
-
-
-class Way:
-    """One way to call a collective."""
-
-    __slots__ = ("cut", "form", "name", "spread", "take")
-
-    def __init__(self, name: str, form: Form, cut: Cut, take: Callable[..., Tensor] | None, spread: bool) -> None:
-        """``form(shape, n)``: what is said of a tensor of this shape. ``cut(flat, shape, n, index)``: what a rank reads
-        of what is lent. ``take``: makes the result of a list of that, or, if ``spread``, of that as arguments; None: it
-        is reduced.
-        """
-        self.name, self.form, self.cut, self.take, self.spread = name, form, cut, take, spread
+"""Of the shape of a tensor and the number of ranks."""
 
 
 def _as_it_is(shape: torch.Size, _: int) -> torch.Size:
@@ -75,22 +67,43 @@ def _in_rows(shape: torch.Size, n: int) -> torch.Size:
     return torch.Size((n, shape[0] // n, *shape[1:]))
 
 
-def _all_of_it(flat: Tensor, shape: torch.Size, *_: int) -> Tensor:
-    return flat.view(shape)
+def _copied(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    return parts[0].clone() if out is None else out.copy_(parts[0])
 
 
-def _own_rows(flat: Tensor, shape: torch.Size, n: int, index: int) -> Tensor:
-    return flat.view(_in_rows(shape, n))[index]
+def _added(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    return torch.add(*parts) if out is None else torch.add(*parts, out=out)
 
 
-ALL_REDUCE = Way("all_reduce", _as_it_is, _all_of_it, None, False)
-ALL_GATHER = Way("all_gather", _as_it_is, lambda flat, shape, *_: flat.view(1, *shape), torch.cat, False)
-GATHER_FLAT = Way("all_gather", _as_it_is, _all_of_it, torch.cat, False)
-REDUCE_SCATTER = Way("reduce_scatter", _as_it_is, lambda flat, shape, n, i: flat.view(shape)[i], None, False)
-SCATTER_FLAT = Way("reduce_scatter", _in_rows, _own_rows, None, False)
-SWAP_FLAT = Way("all_to_all", lambda shape, _: torch.Size((shape.numel(),)), _own_rows, torch.cat, False)
-PERMUTE = Way("permute", _as_it_is, _all_of_it, Tensor.clone, True)
-BROADCAST = Way("broadcast", _as_it_is, _all_of_it, Tensor.clone, True)
+@dataclass(frozen=True, eq=False)
+class Way:
+    """One way to call a collective."""
+
+    name: str
+    form: Form = _as_it_is
+    """What is said of the tensor."""
+    part: Form = _as_it_is
+    """What a rank reads of what another one lends."""
+    rows: bool = False
+    """Whether that is its own row of as many as there are ranks."""
+    take: Callable[..., Tensor] | None = None
+    """Makes the result of a list of these, in memory of its own or in ``out``; None: they are reduced."""
+
+
+ALL_REDUCE = Way("all_reduce")
+ALL_GATHER = Way("all_gather", part=lambda shape, _: torch.Size((1, *shape)), take=torch.cat)
+GATHER_FLAT = Way("all_gather", take=torch.cat)
+REDUCE_SCATTER = Way("reduce_scatter", part=lambda shape, _: shape[1:], rows=True)
+SCATTER_FLAT = Way("reduce_scatter", _in_rows, lambda shape, n: _in_rows(shape, n)[1:], rows=True)
+SWAP_FLAT = Way(
+    "all_to_all",
+    lambda shape, _: torch.Size((shape.numel(),)),
+    lambda shape, n: _in_rows(shape, n)[1:],
+    rows=True,
+    take=torch.cat,
+)
+PERMUTE = Way("permute", take=_copied)
+BROADCAST = Way("broadcast", take=_copied)
 
 
 class _UnderWay:
@@ -114,14 +127,14 @@ class _Known:
     """A call that was made before: all of it but its number and the tensor."""
 
     __slots__ = (
-        "called", "count", "cuts", "dtype", "entries", "form", "index", "meaning", "nbytes", "noted", "others",
-        "own_at", "partly", "places", "readers", "reads", "root", "rooted", "shape", "sources", "spread", "table",
-        "take", "turn", "who",
+        "called", "count", "dtype", "entries", "form", "index", "meaning", "nbytes", "noted", "others", "own_at",
+        "part", "partly", "places", "readers", "reads", "root", "rooted", "rows", "shape", "sources", "spans", "table",
+        "take", "turn", "who", "whole",
     )  # fmt: skip
 
     def __init__(self, link: Any, way: Way, op: str, x: Tensor, at: Any, said: tuple[Any, ...]) -> None:
         mail, n, index = link.mail, link.size, link.index
-        self.index, self.dtype, self.nbytes, self.shape = index, x.dtype, x.nbytes, x.shape
+        self.index, self.dtype, self.nbytes, self.shape, self.count = index, x.dtype, x.nbytes, x.shape, x.numel()
         self.called, tree, whose = said
         self.form = form = way.form(x.shape, n)
         self.noted = root = at if way is BROADCAST else NOBODY
@@ -131,7 +144,7 @@ class _Known:
         self.readers: Sequence[int] = mail.others
         self.reads: Sequence[int] = range(n)
         self.root = self.rooted = root if whose is None else NOBODY - whose.word
-        self.count, self.table = x.numel(), array("q")
+        self.table = array("q")
         if way is BROADCAST:
             self.readers, self.reads = mail.others if index == at else (), (at,)
         elif way is PERMUTE:
@@ -140,8 +153,14 @@ class _Known:
         elif way is SWAP_FLAT:
             run, self.count = self.count // n, 0  # it may differ
             self.table = array("q", [*(run * i for i in range(n + 1)), *[run] * n])
-        self.take, self.spread = (way.take, way.spread) if way.take is not None else _reduction(op, x.dtype, n)
-        self.cuts = way.cut, (x.shape, n, index)
+        self.take = way.take or _reduction(op, x.dtype, n)
+        self.part, self.rows = part, rows = way.part(x.shape, n), n if way.rows else 0
+        spans = [slice(index), slice(index + 1, n)] if rows and x.nbytes > SMALL else []
+        self.spans = [
+            span for span in spans if range(n)[span]
+        ]  # the others' rows, where it pays to leave out one's own
+        whole = torch.Size((n * part[0], *part[1:])) if self.take is torch.cat else part
+        self.whole = whole if whole.numel() * x.itemsize >= LEAST else None
         self.places, self.who = (*self.readers, index), [mail.readers[i] for i in self.readers]
         self.others = [(box, box.cells, box.listens) for box in map(mail.boxes.__getitem__, mail.others)]
         boxes = [(k, i, mail.boxes[i]) for k, i in enumerate(self.reads) if i != index]
@@ -150,23 +169,35 @@ class _Known:
         self.partly = len(boxes) < n - 1
         self.entries: dict[Segment | None, Any] = {}
 
-    def cut(self, flat: Tensor) -> Tensor:
-        """What this rank reads of what is lent."""
-        way, given = self.cuts
-        return way(flat, *given)
-
     def entry(self, lent: Segment | None) -> tuple[Any, ...]:
         """What is said where this is lent; where the tensor is written to, and what this rank reads of it."""
         where = (0,) * 6 if lent is None else (lent.fd, lent.serial, lent.whole, lent.kept, lent.offset, lent.size)
         code, digest, place = self.meaning
         says = array("q", (code, self.count, self.root, *where[:4], 0, *where[4:], digest, place, 0, 0, 0))
-        if lent is None:
-            found: tuple[Any, ...] = says, None, None, None
-        else:
-            flat = lent.part(self.nbytes, self.dtype)
-            found = says, flat, flat.view(self.shape), self.cut(flat)
-        _keep(self.entries, lent, found)
+        found: tuple[Any, ...] = says, None, None
+        if lent is not None:
+            found = says, *_lasting(self.views, lent)
+        if lent is None or lent.kept:
+            _keep(self.entries, lent, found)
         return found
+
+    def views(self, lent: Segment) -> tuple[Any, Tensor]:
+        """Of what lies in there: as the tensor, or the rows of it that are written, and what this rank reads of it."""
+        flat = lent.part(self.nbytes, self.dtype)
+        if self.spans:
+            return [(span, flat.view(self.rows, -1)[span]) for span in self.spans], self.cut(flat)
+        return flat.view(self.shape), self.cut(flat)
+
+    def cut(self, flat: Tensor) -> Tensor:
+        """What this rank reads."""
+        return (flat.view(self.rows, -1)[self.index] if self.rows else flat).view(self.part)
+
+    def lend_rows(self, x: Tensor, written: Sequence[tuple[slice, Tensor]]) -> Tensor:
+        """Those that the others read; the one that this rank reads."""
+        rows = x.reshape(self.rows, -1)
+        for span, into in written:
+            into.copy_(rows[span])
+        return rows[self.index].view(self.part)
 
     def borrowed(self, mail: Mail, i: int, number: int, places: dict[Any, Any]) -> tuple[Any, ...] | None:
         """What this rank reads of what index i lends, its flags, and its table of runs; None if it cannot be read."""
@@ -178,12 +209,14 @@ class _Known:
         except OSError:
             return None
         table = segment.cells[TABLE : TABLE + len(self.table)]
-        found = self.cut(segment.part(self.nbytes, self.dtype)), segment.flags, table
-        _keep(places, (entry[SERIAL], entry[OFFSET]), found)
+        found = _lasting(self.views, segment)[1], segment.flags, table
+        if entry[KEPT]:
+            _keep(places, (entry[SERIAL], entry[OFFSET]), found)
         return found
 
-    def read(self, mail: Mail, number: int, own: Any, lent: Segment | None, record: Record) -> Tensor | None:
+    def read(self, mail: Mail, number: int, x: Tensor, own: Any, lent: Segment | None, record: Record) -> Tensor | None:
         """The result, and the call is over; None if it has to go on as a :class:`Call`."""
+        out = None if self.whole is None else reserve.empty(self.whole, x)
         parts: list[Any] = [None] * len(self.reads)
         if self.own_at is not None:
             parts[self.own_at] = own
@@ -199,14 +232,15 @@ class _Known:
                 os.sched_yield()
             if cells[at + DIGEST] != digest or cells[at + ROOT] != rooted:
                 return None
-            found = places.get((cells[at + SERIAL], cells[at + OFFSET])) or self.borrowed(mail, i, number, places)
+            place = cells[at + SERIAL], cells[at + OFFSET]
+            found = places.get(place) or self.borrowed(mail, i, number, places)
             if found is None:
                 return None
             parts[k], flag, table = found
             if self.table and table != self.table:
                 return None
             flags.append(flag)
-        result: Tensor = self.take(*parts) if self.spread else self.take(parts)
+        result: Tensor = self.take(parts) if out is None else self.take(parts, out=out)
         record[ENDED] = monotonic()
         del mail.open[number]
         for flag in flags:
@@ -220,39 +254,47 @@ class _Known:
     ) -> tuple[Call, list[Any]]:
         """The same as a call, of which all is said; and where its result will be."""
         result: list[Tensor] = []
-        own = x.detach().reshape(-1) if lent is None else lent.part(self.nbytes, self.dtype)
 
         def part(i: int, flat: Tensor) -> Tensor:
-            return flat[slice(*call.table_of(i))].view_as(self.cut(own)) if self.table else self.cut(flat)
+            return flat[slice(*call.table_of(i))].view(self.part) if self.table else self.cut(flat)
 
         def fill(got: list[Tensor]) -> None:
             parts = [part(i, got[i]) for i in self.reads]
-            result.append(self.take(*parts) if self.spread else self.take(parts))
+            result.append(
+                self.take(parts) if self.whole is None else self.take(parts, out=reserve.empty(self.whole, x))
+            )
 
         call = Call(link, link.mail, self.meaning, self.count, self.root, record)
+        own = dtypes.to_bytes(x.detach())
         call.was_posted(number, lent, own, [i for _, i, *_ in self.sources], self.table)
         call.expect(fill, None)
         return call, result
 
 
 def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
-    """Tensors that outlive whatever the first user is in the middle of."""
-    if _torch.plain_now() and not torch.is_inference_mode_enabled():
-        if len(known) >= _PLACES:
-            known.clear()
-        known[key] = value
+    if len(known) >= _PLACES:
+        known.clear()
+    known[key] = value
 
 
-def _reduction(op: str, dtype: torch.dtype, n: int) -> tuple[Callable[..., Tensor], bool]:
+def _lasting(views: Callable[[Segment], tuple[Any, Tensor]], segment: Segment) -> tuple[Any, Tensor]:
+    """They outlive whatever the first user is in the middle of."""
+    if _torch.plain_now() and not torch.is_inference_mode_enabled():  # to leave nothing takes longer than the rest
+        return views(segment)
+    with _torch.outside_transforms():
+        return views(segment)
+
+
+def _reduction(op: str, dtype: torch.dtype, n: int) -> Callable[..., Tensor]:
     if n == 2 and op == "sum" and dtype in dtypes.SUMMED_AS_THEY_ARE:
-        return torch.add, True
-    return partial(dtypes.fold, op), False
+        return _added
+    return partial(dtypes.fold, op)
 
 
 def _learned(link: Any, way: Way, op: str, x: Tensor, at: Any, said: Any, key: Any) -> _Known | None:
     """A call that is made for the first time, if it is one of these."""
     mail = link.mail
-    if not 0 < x.nbytes <= MOST_SMALL or x.dtype not in dtypes.PLAIN or op in EXACT:
+    if not 0 < x.nbytes <= _MOST or x.dtype not in dtypes.PLAIN or op in EXACT:
         return None
     if None in map(mail.box, mail.others) or (way is PERMUTE and (None in at or link.index in at)):
         return None
@@ -289,9 +331,12 @@ def at_once_in(log: Log) -> Callable[..., Tensor | None]:
         try:
             if known.readers:
                 lent = lending.room.lend(known.nbytes, known.places, known.who, patient=True)
-            entry, _, written, own = known.entries.get(lent) or known.entry(lent)
+            entry, written, own = known.entries.get(lent) or known.entry(lent)
             if lent is not None:
-                written.copy_(x)
+                if known.spans:
+                    own = known.lend_rows(x, written)
+                else:
+                    written.copy_(x)
                 if known.table:
                     lent.cells[TABLE : TABLE + len(known.table)] = known.table
             cells, first = mail.own.cells, mail.own.first
@@ -317,11 +362,11 @@ def at_once_in(log: Log) -> Callable[..., Tensor | None]:
                 for box, there, listens in known.others:
                     if there[listens]:
                         box.ring()
-            result = known.read(mail, mine, own, lent, record)
+            result = known.read(mail, mine, x, own, lent, record)
             if result is None:
                 call, results = known.goes_on(link, record, mine, lent, x)
                 call.conclude(mail.timeout, awake=0.0)
-                return results[0]  # type: ignore[no-any-return]
+                return results[0]
         except BaseException as error:
             if not posted:
                 if lent is not None:

@@ -28,7 +28,7 @@ from meshcomm.runtime.transports.shared.words import ENTRY_CELLS, ITEMSIZES, STA
 NOBODY = -1
 GIVEN_UP = "has given up"
 """What is told of a rank that makes no more calls of a link, because one has failed."""
-_SMALL = 2**15
+SMALL = 2**15
 """Bytes up to which it is faster to lend all than to leave out what nobody reads."""
 
 
@@ -226,7 +226,7 @@ class Entry:
             own = lent.part(packed.nbytes, packed.dtype)
             if write is not None:
                 write(own)
-            elif unread[1] > unread[0] and packed.nbytes > _SMALL and not keeps:
+            elif unread[1] > unread[0] and packed.nbytes > SMALL and not keeps:
                 start, end = unread
                 own[:start].copy_(packed[:start])
                 own[end:].copy_(packed[end:])

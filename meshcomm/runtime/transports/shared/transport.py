@@ -81,7 +81,8 @@ class OneHostLink(ProcessLink):
         """All read all; where that is much, each reduces a part and reads the others' parts."""
         if not x.is_cpu:
             return super().all_reduce(x, op)
-        if (small := self._at_once(self, at_once.ALL_REDUCE, op, x)) is not None:
+        in_parts = self.size > 2 and self._in_parts(x)
+        if not in_parts and (small := self._at_once(self, at_once.ALL_REDUCE, op, x)) is not None:
             return small
         packed = dtypes.to_bytes(x)
         call = self._call("all_reduce", op, x)
@@ -89,7 +90,6 @@ class OneHostLink(ProcessLink):
         if flat.dtype is not x.dtype:
             flat = dtypes.from_bytes(flat, x.dtype)
         result = flat if flat.shape == x.shape else flat.view(x.shape)
-        in_parts = self.size > 2 and self._in_parts(x)
         call.post(packed, self.mail.others, self.mail.others, spare=self._spare(flat) if in_parts else 0)
         return self._reduced(call, in_parts, op, flat, result)
 
