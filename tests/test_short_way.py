@@ -40,7 +40,10 @@ def functions_of(name: str) -> Counter[str]:
         "all_reduce": lambda: mc.all_reduce(x, "a", mesh=mesh),
         "all_gather": lambda: mc.all_gather(x, "a", mesh=mesh),
         "reduce_scatter": lambda: mc.reduce_scatter(x, "a", mesh=mesh),
+        "all_to_all": lambda: mc.all_to_all(x, "a", 0, 0, mesh=mesh),
+        "broadcast": lambda: mc.broadcast(x, "a", mesh=mesh),
         "shift": lambda: mc.shift(x, "a", mesh=mesh),
+        "permute": lambda: mc.permute(x, "a", [(0, 1), (1, 0)], mesh=mesh),
     }[name]
     for _ in range(4):  # it is known then, and what the others lend is mapped
         call()
@@ -48,7 +51,16 @@ def functions_of(name: str) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("all_reduce", 24), ("all_gather", 24), ("reduce_scatter", 29), ("shift", 27)]
+    ("name", "most"),
+    [
+        ("all_reduce", 5),
+        ("all_gather", 4),
+        ("reduce_scatter", 5),
+        ("all_to_all", 4),
+        ("broadcast", 10),  # two of which compare an earlier call
+        ("shift", 5),
+        ("permute", 5),
+    ],
 )
 def test_a_small_call_runs_few_functions(pool4: Any, name: str, most: int) -> None:
     for seen in pool4.run(functions_of, name):

@@ -51,7 +51,7 @@ from meshcomm.runtime.transports.shared.words import (
 
 _MOST = 2**22
 """Bytes of a tensor up to which a step of Python's is felt."""
-_KEPT, _PLACES = 128, 16
+_KEPT, _PLACES = 512, 16
 """How many calls of a group are known again, and of each how many places where something is lent."""
 _KINDS = frozenset((Tensor, Parameter))
 
@@ -251,7 +251,7 @@ class _Known:
 
     def goes_on(
         self, link: Any, record: Record, number: int, lent: Segment | None, x: Tensor
-    ) -> tuple[Call, list[Any]]:
+    ) -> tuple[Call, list[Tensor]]:
         """The same as a call, of which all is said; and where its result will be."""
         result: list[Tensor] = []
 
@@ -269,6 +269,17 @@ class _Known:
         call.was_posted(number, lent, own, [i for _, i, *_ in self.sources], self.table)
         call.expect(fill, None)
         return call, result
+
+    def drop(self, link: Any, record: Record, number: int, lent: Segment | None, x: Tensor) -> None:
+        """Nobody waits for it: who makes it was interrupted."""
+        call = link.mail.open[number]
+        (self.goes_on(link, record, number, lent, x)[0] if call is _UNDER_WAY else call).drop()
+
+    def compare(self, mail: Mail, number: int) -> None:
+        """Those before it, and, at one of the next ones, this one with those that it has read nothing from."""
+        if self.partly:
+            (mail.keep_given() if mail.given is None else mail.given).append((number, self.meaning.digest))
+        compare_given(mail)
 
 
 def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
@@ -318,7 +329,7 @@ def at_once_in(log: Log) -> Callable[..., Tensor | None]:
             return None
         key = way, op, x.dtype, x.shape, at, said if said is None or type(said) is tuple else (said := brief(said))
         try:
-            known = mail.calls.get(key)
+            known: _Known | None = mail.calls.get(key)
         except TypeError:  # an argument without a hash
             return None
         if known is None or known.turn != mail.lexicon.turn:
@@ -327,7 +338,10 @@ def at_once_in(log: Log) -> Callable[..., Tensor | None]:
                 return None
         if mail.dropped:
             mail.look_after()
-        mine, lent, own, record, posted = 0, None, None, None, False
+        mine, posted = 0, False
+        record: Any = None
+        own: Any = None
+        lent: Segment | None = None
         try:
             if known.readers:
                 lent = lending.room.lend(known.nbytes, known.places, known.who, patient=True)
@@ -368,21 +382,17 @@ def at_once_in(log: Log) -> Callable[..., Tensor | None]:
                 call.conclude(mail.timeout, awake=0.0)
                 return results[0]
         except BaseException as error:
-            if not posted:
-                if lent is not None:
-                    lent.take_back()
-                if isinstance(error, OSError):  # of memory: the longer way says so
-                    return None
-            elif (call := mail.open.get(mine)) is not None:
-                call = known.goes_on(link, record, mine, lent, x)[0] if call is _UNDER_WAY else call
-                call.drop()
+            if not posted and lent is not None:
+                lent.take_back()
+            elif posted and mine in mail.open:
+                known.drop(link, record, mine, lent, x)
+            if record is None and isinstance(error, OSError):  # there is no memory to lend: the longer way says so
+                return None
             if record is not None and record[ENDED] is None:
                 failed(record, error)
             raise
-        if known.partly:
-            (mail.keep_given() if mail.given is None else mail.given).append((mine, known.meaning[1]))
-        if mail.given:
-            compare_given(mail)
+        if known.partly or mail.given:
+            known.compare(mail, mine)
         return result
 
     return at_once

@@ -1,0 +1,160 @@
+"""Small calls through shared memory that are waited for at once: the results of those that are not, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshcomm as mc
+from meshcomm.runtime.process import lending
+from meshcomm.runtime.transports.shared import at_once
+
+REVERSED = [(0, 3), (3, 0), (1, 2), (2, 1)]
+CALLS: dict[str, Callable[..., Any]] = {
+    "all_reduce": lambda x, mesh, **how: mc.all_reduce(x, "a", mesh=mesh, **how),
+    "mean": lambda x, mesh, **how: mc.all_reduce(x, "a", "mean", mesh=mesh, **how),
+    "max": lambda x, mesh, **how: mc.all_reduce(x, "a", "max", mesh=mesh, **how),
+    "exact": lambda x, mesh, **how: mc.all_reduce(x, "a", exact=True, mesh=mesh, **how),
+    "all_gather": lambda x, mesh, **how: mc.all_gather(x, "a", mesh=mesh, **how),
+    "all_gather of dim 1": lambda x, mesh, **how: mc.all_gather(x, "a", 1, mesh=mesh, **how),
+    "reduce_scatter": lambda x, mesh, **how: mc.reduce_scatter(x, "a", mesh=mesh, **how),
+    "reduce_scatter of dim 1": lambda x, mesh, **how: mc.reduce_scatter(x, "a", 1, mesh=mesh, **how),
+    "all_to_all": lambda x, mesh, **how: mc.all_to_all(x, "a", 0, 0, mesh=mesh, **how),
+    "all_to_all of dim 1": lambda x, mesh, **how: mc.all_to_all(x, "a", 1, 0, mesh=mesh, **how),
+    "broadcast": lambda x, mesh, **how: mc.broadcast(x, "a", 2, mesh=mesh, **how),
+    "shift": lambda x, mesh, **how: mc.shift(x, "a", mesh=mesh, **how),
+    "shift without wrap": lambda x, mesh, **how: mc.shift(x, "a", wrap=False, mesh=mesh, **how),
+    "permute": lambda x, mesh, **how: mc.permute(x, "a", REVERSED, mesh=mesh, **how),
+}
+
+
+class Other(Tensor):
+    """A kind of tensor that goes the long way."""
+
+
+def given(rank: int, dtype: torch.dtype, rows: int) -> list[Tensor]:
+    """As it lies most often, and otherwise."""
+    x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(rank)).mul(9).to(dtype)
+    return [x, x.mT.contiguous().mT, torch.cat([x, x])[::2], x.as_subclass(Other)]
+
+
+def as_later(name: str, dtype: torch.dtype, rows: int) -> None:
+    """The same bits as those of calls that are waited for later, also beside ranks that do that, and of new memory."""
+    mesh = mc.make_mesh({"a": 4})
+    call, later = CALLS[name], [mesh.rank == 1, mesh.rank > 1, False, False]
+    for x, waits in zip(given(mesh.rank, dtype, rows), later, strict=True):
+        before = x.clone()
+        expected = call(x, mesh, async_op=True).wait()
+        for _ in range(3):
+            y = call(x, mesh, async_op=True).wait() if waits else call(x, mesh)
+            assert torch.equal(y.view(torch.uint8), expected.view(torch.uint8))
+            assert (y.shape, y.dtype, y.is_contiguous()) == (expected.shape, dtype, True)
+            assert type(y) is type(expected)
+            assert y.untyped_storage().nbytes() == y.nbytes
+            y.zero_()
+        assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_results_are_those_of_calls_that_are_waited_for_later(pool4: Any, name: str) -> None:
+    dtypes = (torch.float32, torch.bfloat16) + (() if name in ("mean", "exact") else (torch.int32,))
+    for dtype in dtypes:
+        pool4.run(as_later, name, dtype, 4)
+    pool4.run(as_later, name, torch.float32, 4 * 1024)
+
+
+def in_other_modes(rows: int) -> None:
+    """Who makes a call first in another mode leaves nothing of that in what is kept for the next one."""
+    mesh = mc.make_mesh({"a": 4})
+    x = torch.ones(rows, 8)
+    for call in (CALLS["all_reduce"], CALLS["all_gather"], CALLS["reduce_scatter"], CALLS["shift"]):
+        with torch.inference_mode():
+            assert call(x, mesh).is_inference()
+        y = call(x, mesh)
+        assert not y.is_inference()
+        assert torch.equal(torch.func.vmap(lambda each: call(each, mesh).sum())(torch.stack([x, x])), y.sum().expand(2))
+        w = x.clone().requires_grad_()
+        call(w, mesh).sum().backward()
+        assert w.grad is not None
+        assert torch.equal(call(x, mesh), y)
+
+
+@pytest.mark.parametrize("rows", [4, 4 * 1024])
+def test_other_modes(pool4: Any, rows: int) -> None:
+    pool4.run(in_other_modes, rows)
+
+
+def uneven() -> None:
+    """A rank that gives lengths says the same as one that does not, if they are equal."""
+    mesh = mc.make_mesh({"a": 4})
+    x, even = torch.arange(8.0) + 10 * mesh.rank, [2, 2, 2, 2]
+    for turn in range(4):
+        sizes = (even, even) if (mesh.rank + turn) % 2 else ()
+        got = mc.all_to_all(x, "a", 0, 0, *sizes, mesh=mesh)
+        assert got.tolist() == [10 * i + 2 * mesh.rank + k for i in range(4) for k in range(2)]
+        sizes = ([1, 2, 3, 2], even) if mesh.rank == 1 else ()
+        with pytest.raises(mc.CommError, match="index 1 sends 1 elements to index 0, which expects 2"):
+            mc.all_to_all(x, "a", 0, 0, *sizes, mesh=mesh)
+
+
+def interrupted(where: str) -> None:
+    """Whoever is interrupted in a call has others finish it, and what it has lent and was lent comes back."""
+    mesh = mc.make_mesh({"a": 4})
+    x = torch.arange(16.0) + mesh.rank
+    for _ in range(2):
+        mc.all_reduce(x, "a", mesh=mesh)
+    mc.barrier("a", mesh=mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lending, "room", room := lending.Room())
+        calls = 0
+
+        def interrupt(*given: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                raise KeyboardInterrupt
+            return own(*given)
+
+        if mesh.rank == 2:
+            owner, name = PLACES[where]
+            own = getattr(owner, name)
+            patch.setattr(owner, name, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                mc.all_reduce(x, "a", mesh=mesh)
+            patch.setattr(owner, name, own)
+            if where in BEFORE:  # nobody has heard of it
+                mc.all_reduce(x, "a", mesh=mesh)
+        else:
+            if where == "waiting":
+                time.sleep(0.05)
+            mc.all_reduce(x, "a", mesh=mesh)
+        for _ in range(3):
+            assert torch.equal(mc.all_reduce(x, "a", mesh=mesh), 4 * torch.arange(16.0) + 6)
+            mc.barrier("a", mesh=mesh)
+        mail = mesh.axis("a").link.mail  # type: ignore[attr-defined]
+        assert not mail.open
+        assert all(segment.is_free() for segment in room._small)
+
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "lending": (at_once._Known, "entry"),
+    "posting": (at_once, "get_ident"),
+    "waiting": (os, "sched_yield"),
+    "reading": (at_once._Known, "borrowed"),
+}
+BEFORE = ("lending", "posting")
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_who_is_interrupted(pool4: Any, where: str) -> None:
+    pool4.run(interrupted, where)
+
+
+def test_lengths_on_some_ranks(pool4: Any) -> None:
+    pool4.run(uneven)
