@@ -3,7 +3,7 @@
 What such a call says is known from the last one like it, and where the others write and lend theirs: so it is made in
 one function, with the protocol of :mod:`meshcomm.runtime.transports.shared.call`. As soon as anything is not as in
 nearly all of them (somebody does not come for a while, says something else, lends nothing; this rank is interrupted) it
-goes on as a :class:`Call`, which knows of all that.
+goes on as a ``Call`` of that file, which knows of all that.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from meshcomm.runtime.process.reuse import LEAST, reserve
 from meshcomm.runtime.recorder import ENDED, Log, Record, failed
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.exact import EXACT
-from meshcomm.runtime.transports.shared.call import Call
 from meshcomm.runtime.transports.shared.differences import compare_given
 from meshcomm.runtime.transports.shared.entry import NOBODY, SMALL
 from meshcomm.runtime.transports.shared.lexicon import Meaning
@@ -51,7 +50,7 @@ from meshcomm.runtime.transports.shared.words import (
 
 _MOST = 2**22
 """Bytes of a tensor up to which a step of Python's is felt."""
-_KEPT, _PLACES = 512, 16
+_KEPT, _PLACES = 256, 64
 """How many calls of a group are known again, and of each how many places where something is lent."""
 _KINDS = frozenset((Tensor, Parameter))
 
@@ -215,7 +214,7 @@ class _Known:
         return found
 
     def read(self, mail: Mail, number: int, x: Tensor, own: Any, lent: Segment | None, record: Record) -> Tensor | None:
-        """The result, and the call is over; None if it has to go on as a :class:`Call`."""
+        """The result, and the call is over; None if it has to go on as a ``Call``."""
         out = None if self.whole is None else reserve.empty(self.whole, x)
         parts: list[Any] = [None] * len(self.reads)
         if self.own_at is not None:
@@ -251,8 +250,8 @@ class _Known:
 
     def goes_on(
         self, link: Any, record: Record, number: int, lent: Segment | None, x: Tensor
-    ) -> tuple[Call, list[Tensor]]:
-        """The same as a call, of which all is said; and where its result will be."""
+    ) -> tuple[Any, list[Tensor]]:
+        """The same as a ``Call``, of which all is said; and where its result will be."""
         result: list[Tensor] = []
 
         def part(i: int, flat: Tensor) -> Tensor:
@@ -264,7 +263,7 @@ class _Known:
                 self.take(parts) if self.whole is None else self.take(parts, out=reserve.empty(self.whole, x))
             )
 
-        call = Call(link, link.mail, self.meaning, self.count, self.root, record)
+        call = link.call_of(self.meaning, self.count, self.root, record)
         own = dtypes.to_bytes(x.detach())
         call.was_posted(number, lent, own, [i for _, i, *_ in self.sources], self.table)
         call.expect(fill, None)

@@ -32,7 +32,7 @@ from meshcomm.runtime.transports.post import Carrier, route_of
 from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.protocol import Empty, Parts
 from meshcomm.runtime.transports.shared import at_once
-from meshcomm.runtime.transports.shared.call import Call, Fill, Mail, Reading, Watch
+from meshcomm.runtime.transports.shared.call import Call, Fill, Mail, Meaning, Reading, Watch
 from meshcomm.runtime.transports.shared.differences import compare_given
 from meshcomm.runtime.transports.shared.letters import Parcel, Sent, letters_of
 from meshcomm.runtime.transports.shared.messages import Letterbox, Posted
@@ -366,6 +366,10 @@ class OneHostLink(ProcessLink):
             self._done(call, lambda _: None, None)
 
         for_later(False, come)
+
+    def call_of(self, meaning: Meaning, count: int, root: int, record: Record) -> Call:
+        """Of what has been said already."""
+        return Call(self, self.mail, meaning, count, root, record)
 
     def _watched_call(self, watched: tuple[Watch, Record], code: int, count: int, root: int) -> Call:
         watch, record = watched
