@@ -301,6 +301,21 @@ def _reduction(op: str, dtype: torch.dtype, n: int) -> Callable[..., Tensor]:
     return partial(dtypes.fold, op)
 
 
+def _known(link: Any, way: Way, op: str, x: Tensor, at: Any) -> _Known | None:
+    """The call that is made now, if it is one of these."""
+    mail, said = link.mail, told.call if link.hears else None
+    if told.later or queued or link.watches or type(x) not in _KINDS or (mail.number + 1) % FAR == 0:
+        return None
+    key = way, op, x.dtype, x.shape, at, said if said is None or type(said) is tuple else (said := brief(said))
+    try:
+        found: _Known | None = mail.calls.get(key)
+    except TypeError:  # an argument without a hash
+        return None
+    if found is None or found.turn != mail.lexicon.turn:
+        return _learned(link, way, op, x, at, said, key)
+    return found
+
+
 def _learned(link: Any, way: Way, op: str, x: Tensor, at: Any, said: Any, key: Any) -> _Known | None:
     """A call that is made for the first time, if it is one of these."""
     mail = link.mail
@@ -323,23 +338,13 @@ def at_once_in(log: Log) -> Callable[..., Tensor | None]:
     number, keep = log.number, log.records.append
 
     def at_once(link: Any, way: Way, op: str, x: Tensor, at: Any = NOBODY) -> Tensor | None:
-        mail, said = link.mail, told.call if link.hears else None
-        if told.later or queued or link.watches or type(x) not in _KINDS or (mail.number + 1) % FAR == 0:
+        mail, known = link.mail, _known(link, way, op, x, at)
+        if known is None:
             return None
-        key = way, op, x.dtype, x.shape, at, said if said is None or type(said) is tuple else (said := brief(said))
-        try:
-            known: _Known | None = mail.calls.get(key)
-        except TypeError:  # an argument without a hash
-            return None
-        if known is None or known.turn != mail.lexicon.turn:
-            known = _learned(link, way, op, x, at, said, key)
-            if known is None:
-                return None
         if mail.dropped:
             mail.look_after()
         mine, posted = 0, False
         record: Any = None
-        own: Any = None
         lent: Segment | None = None
         try:
             if known.readers:
