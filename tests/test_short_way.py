@@ -41,7 +41,6 @@ def functions_of(name: str) -> Counter[str]:
         "all_gather": lambda: mc.all_gather(x, "a", mesh=mesh),
         "reduce_scatter": lambda: mc.reduce_scatter(x, "a", mesh=mesh),
         "all_to_all": lambda: mc.all_to_all(x, "a", 0, 0, mesh=mesh),
-        "broadcast": lambda: mc.broadcast(x, "a", mesh=mesh),
         "shift": lambda: mc.shift(x, "a", mesh=mesh),
         "permute": lambda: mc.permute(x, "a", [(0, 1), (1, 0)], mesh=mesh),
     }[name]
@@ -57,7 +56,6 @@ def functions_of(name: str) -> Counter[str]:
         ("all_gather", 5),
         ("reduce_scatter", 6),
         ("all_to_all", 5),
-        ("broadcast", 17),  # who gives runs ahead, and lends what it has not lent before
         ("shift", 6),
         ("permute", 6),
     ],
