@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import itertools
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -103,43 +107,73 @@ def uneven() -> None:
             mc.all_to_all(x, "a", 0, 0, *sizes, mesh=mesh)
 
 
-def interrupted(where: str) -> None:
+def interrupted(where: str, name: str) -> None:
     """Whoever is interrupted in a call has others finish it, and what it has lent and was lent comes back."""
     mesh = mc.make_mesh({"a": 4})
-    x = torch.arange(16.0) + mesh.rank
+    x, call = torch.arange(16.0) + mesh.rank, CALLS[name]
+    expected = call(x, mesh, async_op=True).wait()
     for _ in range(2):
-        mc.all_reduce(x, "a", mesh=mesh)
+        call(x, mesh)
     mc.barrier("a", mesh=mesh)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lending, "room", room := lending.Room())
-        calls = 0
-
-        def interrupt(*given: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == 1:
-                raise KeyboardInterrupt
-            return own(*given)
-
-        if mesh.rank == 2:
-            owner, name = PLACES[where]
-            own = getattr(owner, name)
-            patch.setattr(owner, name, interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                mc.all_reduce(x, "a", mesh=mesh)
-            patch.setattr(owner, name, own)
+        if mesh.rank == (2 if where in BEFORE or name != "broadcast" else 1):  # the root of a broadcast only lends
+            with pytest.raises(KeyboardInterrupt), interrupts(where):
+                call(x, mesh)
             if where in BEFORE:  # nobody has heard of it
-                mc.all_reduce(x, "a", mesh=mesh)
+                call(x, mesh)
         else:
             if where == "waiting":
                 time.sleep(0.05)
-            mc.all_reduce(x, "a", mesh=mesh)
+            call(x, mesh)
         for _ in range(3):
-            assert torch.equal(mc.all_reduce(x, "a", mesh=mesh), 4 * torch.arange(16.0) + 6)
+            assert torch.equal(call(x, mesh), expected)
             mc.barrier("a", mesh=mesh)
         mail = mesh.axis("a").link.mail  # type: ignore[attr-defined]
         assert not mail.open
         assert all(segment.is_free() for segment in room._small)
+
+
+@contextlib.contextmanager
+def interrupts(where: str) -> Iterator[None]:
+    """Ctrl-C, once."""
+    if where == "returning":
+        with between_returns():
+            yield
+        return
+    owner, name = PLACES[where]
+    own, calls = getattr(owner, name), itertools.count()
+
+    def interrupt(*given: Any) -> Any:
+        if next(calls) == 0:
+            raise KeyboardInterrupt
+        return own(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, interrupt)
+        yield
+
+
+@contextlib.contextmanager
+def between_returns() -> Iterator[None]:
+    """When it has told the first of those that it has read from, or, where that is one, all of them."""
+    code, before = at_once._Known.read.__code__, sys.gettrace()
+    lines, first = inspect.getsourcelines(code)
+    loop = first + next(at for at, line in enumerate(lines) if "for flag in left" in line)
+    seen = itertools.count()
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        if frame.f_code is not code:
+            return None
+        if event == "line" and frame.f_lineno == loop and next(seen) == 1:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 PLACES: dict[str, tuple[Any, str]] = {
@@ -151,9 +185,10 @@ PLACES: dict[str, tuple[Any, str]] = {
 BEFORE = ("lending", "posting")
 
 
-@pytest.mark.parametrize("where", PLACES)
-def test_who_is_interrupted(pool4: Any, where: str) -> None:
-    pool4.run(interrupted, where)
+@pytest.mark.parametrize("name", ["all_reduce", "shift", "broadcast"])
+@pytest.mark.parametrize("where", [*PLACES, "returning"])
+def test_who_is_interrupted(pool4: Any, where: str, name: str) -> None:
+    pool4.run(interrupted, where, name)
 
 
 def test_lengths_on_some_ranks(pool4: Any) -> None:

@@ -241,11 +241,17 @@ class _Known:
             flags.append(flag)
         result: Tensor = self.take(parts) if out is None else self.take(parts, out=out)
         record[ENDED] = monotonic()
-        del mail.open[number]
-        for flag in flags:
-            flag[self.index] = 0
+        del mail.open[number]  # from here on nobody else returns what was lent
         if lent is not None:
             lent.flags[self.index] = 0
+        left = iter(flags)
+        try:
+            for flag in left:
+                flag[self.index] = 0
+        except BaseException:  # Ctrl-C, between two of them; one that was returned may be lent again
+            for flag in left:
+                flag[self.index] = 0
+            raise
         return result
 
     def goes_on(
@@ -361,8 +367,9 @@ def at_once_in(log: Log) -> Callable[..., Tensor | None]:
             with mail.lock:
                 mine = mail.number + 1
                 if mine % FAR == 0:  # another thread was here
-                    if lent is not None:
-                        lent.take_back()
+                    back, lent = lent, None
+                    if back is not None:
+                        back.take_back()
                     return None
                 record = [
                     number(), way.name, op, known.dtype, known.form, monotonic(), None, known.called, known.noted,
@@ -373,7 +380,7 @@ def at_once_in(log: Log) -> Callable[..., Tensor | None]:
                 cells[place] = 0  # what stood there is not to be written to any more
                 cells[place + 1 : place + ENTRY_CELLS] = entry
                 # No call until it is there: Ctrl-C comes with one.
-                mail.open[mine], mail.number, posted = _UNDER_WAY, mine, True
+                posted, mail.open[mine], mail.number = True, _UNDER_WAY, mine
                 if lent is not None:
                     lent.number = mine
                 cells[place] = mine
@@ -386,10 +393,11 @@ def at_once_in(log: Log) -> Callable[..., Tensor | None]:
                 call.conclude(mail.timeout, awake=0.0)
                 return results[0]
         except BaseException as error:
-            if not posted and lent is not None:
-                lent.take_back()
-            elif posted and mine in mail.open:
+            if posted and mine in mail.open:
+                mail.number, cells[place] = max(mail.number, mine), mine  # Python 3.10 is interrupted anywhere
                 known.drop(link, record, mine, lent, x)
+            elif lent is not None and (record is None or record[ENDED] is None):
+                lent.take_back()
             if record is None and isinstance(error, OSError):  # there is no memory to lend: the longer way says so
                 return None
             if record is not None and record[ENDED] is None:
