@@ -67,8 +67,9 @@ class _Kept:
 
 _of_tensor = _torch.of_tensor
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
-_spare = {"storage": torch.UntypedStorage(0)}  # no tensor: who imports this may be in a mode
-_UNHELD = getrefcount(_spare["storage"]) + 1
+with _torch.outside_transforms():  # who imports this may be in a mode
+    _spare = _Kept(1)
+_UNHELD = getrefcount(_spare.storage) + 1
 """As many references as Python has to a storage that nobody else has, beside the one who looks."""
 
 

@@ -38,8 +38,9 @@ class _Piece:
 
 
 _COUNTS, _of_tensor, _modes = _torch.counts_uses(), _torch.of_tensor, _torch.dispatch_modes
-_spare = {"storage": torch.UntypedStorage(0)}  # no tensor: who imports this may be in a mode, or in a dry run
-_UNHELD = getrefcount(_spare["storage"]) + 1
+with _torch.outside_transforms():  # who imports this may be in a mode, or in a dry run
+    _spare = _Piece(torch.empty(0, device="cpu"), 1)
+_UNHELD = getrefcount(_spare.storage) + 1
 """As many references as Python has to a storage that nobody else has, beside the one who looks."""
 
 
