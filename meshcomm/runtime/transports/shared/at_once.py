@@ -205,9 +205,13 @@ class _Known:
             return None
         try:
             segment = mail.borrow(entry, i)
-        except OSError:
+        except OSError as error:
+            if isinstance(error, TimeoutError):  # of a signal's
+                raise
             return None
         table = segment.cells[TABLE : TABLE + len(self.table)]
+        if self.table and table != self.table:  # of other lengths: as much need not lie there
+            return None
         found = _lasting(self.views, segment)[1], segment.flags, table
         if entry[KEPT]:
             _keep(places, (entry[SERIAL], entry[OFFSET]), found)
@@ -353,8 +357,13 @@ def at_once_in(log: Log) -> Callable[..., Tensor | None]:
         record: Any = None
         lent: Segment | None = None
         try:
-            if known.readers:
-                lent = lending.room.lend(known.nbytes, known.places, known.who, patient=True)
+            try:
+                if known.readers:
+                    lent = lending.room.lend(known.nbytes, known.places, known.who, patient=True)
+            except OSError as error:
+                if isinstance(error, TimeoutError):  # of a signal's
+                    raise
+                return None  # there is no memory to lend: the longer way says so
             entry, written, own = known.entries.get(lent) or known.entry(lent)
             if lent is not None:
                 if known.spans:
@@ -398,8 +407,6 @@ def at_once_in(log: Log) -> Callable[..., Tensor | None]:
                 known.drop(link, record, mine, lent, x)
             elif lent is not None and (record is None or record[ENDED] is None):
                 lent.take_back()
-            if record is None and isinstance(error, OSError):  # there is no memory to lend: the longer way says so
-                return None
             if record is not None and record[ENDED] is None:
                 failed(record, error)
             raise

@@ -220,6 +220,8 @@ class Entry:
                 who = mail.other_readers if readers is mail.others else [mail.readers[i] for i in readers]
                 self._lent = lent = lending.room.lend(packed.nbytes + spare, places, who, patient=not told.later)
             except OSError as error:
+                if isinstance(error, TimeoutError):  # of a signal's
+                    raise
                 self.fail(f"there is no memory to share: {error.strerror or error}")
             if table is not None:
                 lent.cells[TABLE : TABLE + len(table)] = array("q", table)
