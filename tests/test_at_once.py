@@ -55,7 +55,7 @@ def as_later(name: str, dtype: torch.dtype, rows: int) -> None:
     for x, waits in zip(given(mesh.rank, dtype, rows), later, strict=True):
         before = x.clone()
         expected = call(x, mesh, async_op=True).wait()
-        for _ in range(3):
+        for _ in range(4):
             y = call(x, mesh, async_op=True).wait() if waits else call(x, mesh)
             assert torch.equal(y.view(torch.uint8), expected.view(torch.uint8))
             assert (y.shape, y.dtype, y.is_contiguous()) == (expected.shape, dtype, True)
@@ -79,7 +79,8 @@ def in_other_modes(rows: int) -> None:
     x = torch.ones(rows, 8)
     for call in (CALLS["all_reduce"], CALLS["all_gather"], CALLS["reduce_scatter"], CALLS["shift"]):
         with torch.inference_mode():
-            assert call(x, mesh).is_inference()
+            for _ in range(3):
+                assert call(x, mesh).is_inference()
         y = call(x, mesh)
         assert not y.is_inference()
         assert torch.equal(torch.func.vmap(lambda each: call(each, mesh).sum())(torch.stack([x, x])), y.sum().expand(2))
@@ -112,7 +113,7 @@ def unlike(n: int) -> None:
     mesh = mc.make_mesh({"a": 2, "b": 2})
     first = mesh.coordinate["a"] == 0
     x, sizes = (torch.arange(2.0 * n), ()) if first else (torch.arange(float(n)), ([n, 0], [n, 0]))
-    for _ in range(3):
+    for _ in range(4):
         got = mc.all_to_all(x, "a", 0, 0, *sizes, mesh=mesh)  # type: ignore[misc]
         expected = [torch.arange(float(n))] * 2 if first else [torch.arange(float(n), 2.0 * n)]
         assert torch.equal(got, torch.cat(expected) if first else expected[0])
@@ -125,9 +126,9 @@ def interrupted(where: str, name: str) -> None:
     mesh = mc.make_mesh({"a": 4})
     x, call = torch.arange(16.0) + mesh.rank, CALLS[name]
     expected = call(x, mesh, async_op=True).wait()
-    for _ in range(2):
+    for _ in range(4):  # it is known then, and so are the others
         call(x, mesh)
-    mc.barrier("a", mesh=mesh)
+        mc.barrier("a", mesh=mesh)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lending, "room", room := lending.Room())
         patch.setattr(at_once, "AWAKE", 60.0)  # on a busy machine too it is this way that is interrupted

@@ -79,11 +79,13 @@ def seen_by_the_link(mesh: mc.Mesh, axis: Any, log: list[Any]) -> Iterator[None]
         "gather_flat": "all_gather",
         "sum_told": "all_reduce",
     }
-    try:
-        link.__class__ = type(kind.__name__, (kind,), {name: seen(name, said) for name, said in names.items()})
+    with pytest.MonkeyPatch.context() as patch:
+        if isinstance(link, OneHostLink):  # its short way makes no primitives
+            patch.setattr(link, "_at_once", lambda *_: None)
+        patch.setattr(
+            link, "__class__", type(kind.__name__, (kind,), {name: seen(name, names[name]) for name in names})
+        )
         yield
-    finally:
-        link.__class__ = kind
 
 
 class Seen(TorchDispatchMode):

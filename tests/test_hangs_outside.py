@@ -102,7 +102,8 @@ ROOT = Path(mc.__file__).parent
 OWN = {"own_index", "own_ranks", "own_coordinate"}
 UNNOTED = {
     "runtime/call.py": (1, "what a call was, in words"),
-    "runtime/recorder.py": (1, "what a call was, in words"),
+    "runtime/recorder.py": (2, "what a call was, in words"),
+    "work.py": (2, "what a call was, in words"),
     "verifying/hangs/prove.py": (1, "which rank runs"),
     "verifying/program.py": (2, "which rank runs"),
     "collectives/exchange/permute.py": (4, "its own peers: who is where it is has others; zeros are not known"),

@@ -50,8 +50,8 @@ from meshcomm.runtime.transports.shared.words import (
 
 _MOST = 2**22
 """Bytes of a tensor up to which a step of Python's is felt."""
-_KEPT, _PLACES = 256, 64
-"""How many calls of a group are known again, and of each how many places where something is lent."""
+_KEPT, _PLACES = 512, 64
+"""How many calls of a group are known, or were made once, and of each how many places where something is lent."""
 _KINDS = frozenset((Tensor, Parameter))
 
 Form = Callable[[torch.Size, int], torch.Size]
@@ -327,7 +327,9 @@ def _known(link: Any, way: Way, op: str, x: Tensor, at: Any) -> _Known | None:
 
 
 def _learned(link: Any, way: Way, op: str, x: Tensor, at: Any, said: Any, key: Any) -> _Known | None:
-    """A call that is made for the first time, if it is one of these."""
+    """A call that is not known, if it is one of these, and is made for the second time: most meshes make many calls
+    again, and what makes each but once shall keep little.
+    """
     mail = link.mail
     if not 0 < x.nbytes <= _MOST or x.dtype not in dtypes.PLAIN or op in EXACT:
         return None
@@ -335,6 +337,9 @@ def _learned(link: Any, way: Way, op: str, x: Tensor, at: Any, said: Any, key: A
         return None
     if len(mail.calls) >= _KEPT:
         mail.calls.clear()
+    if (first := hash(key)) not in mail.calls:
+        mail.calls[first] = None
+        return None
     known = mail.calls[key] = _Known(link, way, op, x, at, said or ((), (), None))
     return known
 
