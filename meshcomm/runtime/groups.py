@@ -48,6 +48,7 @@ _pools: dict[tuple[tuple[int, ...], timedelta], Pool] = {}
 _making: dict[tuple[tuple[int, ...], timedelta], threading.Lock] = {}
 _links: weakref.WeakSet[ProcessLink] = weakref.WeakSet()
 _mails: dict[int, Mail] = {}
+_adopting = threading.RLock()
 _Left = tuple[weakref.ref[Family], str, str, bool]
 _let_go: deque[_Left] = deque()
 """Sequences that this rank needs no more, of which there may be something at the store."""
@@ -265,14 +266,15 @@ class _Hold:
 def _mail_of(near: Neighbours, name: str, index: int, timeout: float, adopted: bool, hold: _Hold) -> Mail:
     """The mailboxes of the sequence of this name."""
     key = int.from_bytes(hashlib.sha256(f"{near.token} {name}".encode()).digest()[:7], "little")
-    for other, mail in _mails.copy().items():  # at once, for other threads make theirs
-        if other != key and mail.is_over() and (not mail.adopted or boxes.arena().is_crowded()):
-            retire(mail)
-            _mails.pop(other, None)
-    if key in _mails:  # of a group that is adopted again
-        _mails[key].user = weakref.ref(hold)
-        _mails[key].own.say(HERE)
-        return _mails[key]
+    with _adopting:  # or one thread would retire what another one has just taken over
+        for other, mail in _mails.copy().items():  # at once, for other threads make theirs
+            if other != key and mail.is_over() and (not mail.adopted or boxes.arena().is_crowded()):
+                retire(mail)
+                _mails.pop(other, None)
+        if key in _mails:  # of a group that is adopted again
+            _mails[key].user = weakref.ref(hold)
+            _mails[key].own.say(HERE)
+            return _mails[key]
     leases = [address.lease for address in near.addresses]
     try:
         others = [None if i == index else neighbours.neighbour(lease) for i, lease in enumerate(leases)]
