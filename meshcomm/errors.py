@@ -103,9 +103,12 @@ def raise_alone(error: Exception) -> NoReturn:
     """Raise it without the exception that is being handled, if any: only then ``from None``, which dynamo of torch 2.11
     fails of with an error of its own.
     """
-    if sys.exc_info()[0] is None:
-        raise error
-    raise error from None
+    try:
+        if sys.exc_info()[0] is None:
+            raise error
+        raise error from None
+    finally:
+        del error  # its traceback has this frame: a circle would keep what all frames of the user's have
 
 
 def names(items: Iterable[object]) -> str:

@@ -382,7 +382,10 @@ class Limit:
             if (record := result.record()) is not None and record[ENDED] is None:
                 failed(record, error)
             result.abandon()
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # a circle would keep what the frames of its traceback have
 
     def _in_time(self, result: Pending) -> Any:
         try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -566,3 +568,46 @@ def test_a_mesh_error_shows_no_inner_error() -> None:
         mc.all_reduce([None], "a", mesh=mc.make_mesh({"a": 1}))
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
+
+
+MESH = mc.make_mesh({"a": 2})
+
+
+KEEPING: dict[str, Callable[[], object]] = {
+    "no mesh": lambda: mc.all_reduce(torch.ones(2), "a"),
+    "an unknown axis": lambda: mc.all_reduce(torch.ones(2), "b", mesh=MESH),
+    "a layout": lambda: mc.plan("a", "b c", mesh=MESH),
+    "a rank that fails": lambda: mc.launch(lambda: mc.all_reduce(torch.ones(2), "b", mesh=MESH), ranks=2),
+    "a rank with an error of its own": lambda: mc.launch(lambda: {}["x"], ranks=2),
+    "shard_map": lambda: mc.shard_map(
+        lambda x: mc.all_reduce(x, "b"), mesh=MESH, in_specs=("(a b)",), out_specs="b"
+    )(torch.ones(4)),
+    "an adaptor": lambda: mc.parallel.data_parallel(torch.nn.Linear(2, 2), "b", grads="mean", mesh=MESH),
+    "a time-out": lambda: mc.launch(
+        lambda: mc.axis_index("a", mesh=MESH) or mc.all_reduce(torch.ones(2), "a", mesh=MESH, timeout=1e-3), ranks=2
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_an_error_that_was_handled_keeps_nothing(name: str) -> None:
+    """What the frames of its traceback have goes with it, and not when garbage is collected."""
+
+    class Large:
+        pass
+
+    kept = []
+
+    def step() -> None:
+        large = Large()
+        kept.append(weakref.ref(large))
+        KEEPING[name]()
+        raise RuntimeError
+
+    gc.disable()
+    try:
+        with contextlib.suppress(Exception):
+            step()
+        assert kept[0]() is None
+    finally:
+        gc.enable()

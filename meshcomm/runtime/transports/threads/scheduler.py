@@ -240,7 +240,13 @@ class World:
         failed = [rank for rank in self.ranks if rank.error is not None]
         if failed:
             first = min(failed, key=self._by_failure)
-            raise _named(first.error, first, self.size)
+            error = _named(first.error, first, self.size)
+            for rank in failed:
+                rank.error = None
+            try:
+                raise error
+            finally:
+                del error  # nor does a rank have it: a circle would keep what the frames of its traceback have
         return [rank.result for rank in self.ranks]
 
     def forget(self) -> None:
