@@ -66,7 +66,8 @@ class AtOnce(Writes):
         self._joined: dict[tuple[Type, ...], Type | dict[tuple[int, int, str], tuple[CodeType, Type]]]
         self._joined = self.grid.joined  # a step is checked by a checker of its own
 
-    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+    def _see(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        """An operation: what torch calls as ``__torch_function__``."""
         watcher: object = here.watcher
         if watcher is not self:
             kwargs = kwargs or {}
@@ -75,8 +76,12 @@ class AtOnce(Writes):
             untraceable()
         kind = kind_of(func)
         way = kind.way
-        if not way or made.any or (kwargs and not simple(kwargs.values())):
+        if not way or made.any:
             return self._operation(kind, func, args, kwargs)
+        if kwargs:
+            for value in kwargs.values():
+                if type(value) not in SIMPLE and not simple((value,)):
+                    return self._operation(kind, func, args, kwargs)
         if way is COMPUTES:
             return self._in_place(kind, func, args, kwargs)
         # From here on all in one: a call of Python is what two of these look-ups cost.
@@ -89,12 +94,9 @@ class AtOnce(Writes):
         more = known = graph = False
         try:
             for x in flat:
-                one = type(x)
-                if one is int:
-                    continue
                 mine = getattr(x, NAME, None)
                 if mine is None:
-                    if one in SIMPLE or (
+                    if (one := type(x)) in SIMPLE or (
                         (type(x.start) in SIMPLE and type(x.stop) in SIMPLE and type(x.step) in SIMPLE)
                         if one is slice
                         else one in _NUMBERS and simple(x)
@@ -263,15 +265,15 @@ class AtOnce(Writes):
         """What is computed in place of operands that are all of the type of the first argument: that is left as it is
         where no graph has to do with it, and the change is noted as seen.
         """
-        grid = self.grid
-        x: Any = args[0] if args else None
-        mine: Any = getattr(x, NAME, None)
-        even, known = not kind.overwrites, False
+        grid, known, even = self.grid, False, not kind.overwrites
+        written: Any = None
         try:
+            x = args[0]
+            mine = getattr(x, NAME)
             if (
-                (not (before := version_of(x)) or before == getattr(x, NOTED_AT, 0))
+                ((before := version_of(x)) == getattr(x, NOTED_AT, 0) or not before)
                 and (mine.grid is grid or mine.grid is ANYWHERE)
-                and not (x.requires_grad and (mine.plain or torch.is_grad_enabled() or not x.is_leaf))
+                and not (x.requires_grad and (mine.plain or is_grad_enabled() or not x.is_leaf))
                 and (type(x) is Tensor or type(x) is Parameter)
                 and x._base is None
             ):
@@ -287,7 +289,7 @@ class AtOnce(Writes):
                         other.sort is not mine.sort
                         or ((at := version_of(y)) and at != getattr(y, NOTED_AT, 0))
                         or (other.grid is not grid and other.grid is not ANYWHERE)
-                        or (y.requires_grad and (other.plain or torch.is_grad_enabled() or not y.is_leaf))
+                        or (y.requires_grad and (other.plain or is_grad_enabled() or not y.is_leaf))
                         or (
                             writes.any
                             and (written := getattr(y.untyped_storage(), WRITTEN, None)) is not None
@@ -298,22 +300,26 @@ class AtOnce(Writes):
                     even = True
                 else:
                     storage = x.untyped_storage()
-                    known = even or not mine.axes  # or it is overwritten with what is the same everywhere
-        except (RuntimeError, ValueError, AttributeError):
+                    written = getattr(storage, WRITTEN, None)
+                    known = (even or not mine.axes) and (  # or it is overwritten with what is the same everywhere
+                        written is None
+                        or (
+                            type(written) is Type
+                            and written.grid is grid
+                            and (written.sort is mine.sort or written.axes == mine.axes)
+                        )
+                    )
+        except (RuntimeError, ValueError, AttributeError, IndexError):
             pass  # as above
         if (
             not known
-            or (
-                (written := getattr(storage, WRITTEN, None)) is not None
-                and not (type(written) is Type and written.grid is grid and written.axes == mine.axes)
-            )
             or functorch_active()
             or (shared_leaves.any and (leaf := getattr(storage, LEAF, None)) is not None and leaf() is not x)
         ):
             return self._operation(kind, func, args, kwargs)
         result = func(*args, **kwargs) if kwargs else func(*args)
-        after, seen = version_of(x), getattr(storage, SEEN, None)
-        if seen is not None and (last := seen[-1])[1] == before:  # as saw does it
+        after = version_of(x)
+        if (seen := getattr(storage, SEEN, None)) is not None and (last := seen[-1])[1] == before:  # as saw does it
             last[1] = after
             setattr(x, NOTED_AT, after)
         else:
