@@ -32,19 +32,13 @@ from meshcomm.watch import here
 class Checker(Functions, Attributes, Sizes, Collectives, AtOnce):
     """Tracks what runs on this thread while it is entered, as the part of one rank of a mesh."""
 
-    # torch looks this method up at each operation, by a name that it makes anew: no cache of Python's finds it, and all
-    # classes up to the one that has it are asked. In a slot of the first one it is found at once, and bound already.
-    __slots__ = ("__torch_function__",)
+    # torch looks this up at each operation, by a name that it makes anew and that no cache of Python's has: where it
+    # stands in the first class, no other one is asked.
+    __torch_function__ = AtOnce.__torch_function__
 
     def __enter__(self) -> Self:
         watch_all()
-        self.__torch_function__ = self._see  # type: ignore[method-assign]
         return super().__enter__()
-
-    def __exit__(self, *exc: object) -> None:
-        super().__exit__(*exc)
-        if not self._outer:
-            del self.__torch_function__  # type: ignore[misc]  # it has this object, which shall end when nobody has it
 
     def result(self, y: Tensor, layout: Layout, label: str) -> Tensor:
         """What a checked function returns, which may vary along the axes of its layout and must along no other."""

@@ -33,7 +33,7 @@ from meshcomm.spmd.types.grids import ANYWHERE
 from meshcomm.spmd.types.rules.operands import SIMPLE, same_place
 from meshcomm.spmd.types.rules.torch_rules import COMPUTES, READS_ROWS, Kind, kind_of
 from meshcomm.spmd.types.rules.writes import Writes
-from meshcomm.spmd.types.seen_changes import NOTED_AT, SEEN, saw
+from meshcomm.spmd.types.seen_changes import AGAIN, NOTED_AT, SEEN, Again, saw
 from meshcomm.spmd.types.sizes.varying_numbers import made, plain
 from meshcomm.spmd.types.vma import (
     HELD,
@@ -66,8 +66,7 @@ class AtOnce(Writes):
         self._joined: dict[tuple[Type, ...], Type | dict[tuple[int, int, str], tuple[CodeType, Type]]]
         self._joined = self.grid.joined  # a step is checked by a checker of its own
 
-    def _see(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
-        """An operation: what torch calls as ``__torch_function__``."""
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         watcher: object = here.watcher
         if watcher is not self:
             kwargs = kwargs or {}
@@ -266,17 +265,19 @@ class AtOnce(Writes):
         where no graph has to do with it, and the change is noted as seen.
         """
         grid, known, even = self.grid, False, not kind.overwrites
-        written: Any = None
         try:
             x = args[0]
-            mine = getattr(x, NAME)
+            mine, again = getattr(x, NAME), getattr(x, AGAIN, None)
             if (
-                ((before := version_of(x)) == getattr(x, NOTED_AT, 0) or not before)
-                and (mine.grid is grid or mine.grid is ANYWHERE)
-                and not (x.requires_grad and (mine.plain or is_grad_enabled() or not x.is_leaf))
-                and (type(x) is Tensor or type(x) is Parameter)
-                and x._base is None
+                (again is None or getattr(x.untyped_storage(), AGAIN, None) is not again)
+                or (before := again.at) != version_of(x)
+                or again.kind is not mine
+                or again.grid is not grid
+                or lent
             ):
+                before = version_of(x)
+                again = self._target(x, mine, before)
+            if again is not None and not (x.requires_grad and (mine.plain or is_grad_enabled() or not x.is_leaf)):
                 for y in args:
                     if y is x:
                         continue
@@ -299,34 +300,46 @@ class AtOnce(Writes):
                         break
                     even = True
                 else:
-                    storage = x.untyped_storage()
-                    written = getattr(storage, WRITTEN, None)
-                    known = (even or not mine.axes) and (  # or it is overwritten with what is the same everywhere
-                        written is None
-                        or (
-                            type(written) is Type
-                            and written.grid is grid
-                            and (written.sort is mine.sort or written.axes == mine.axes)
-                        )
-                    )
+                    known = even or not mine.axes  # or it is overwritten with what is the same everywhere
         except (RuntimeError, ValueError, AttributeError, IndexError):
             pass  # as above
-        if (
-            not known
-            or functorch_active()
-            or (shared_leaves.any and (leaf := getattr(storage, LEAF, None)) is not None and leaf() is not x)
-        ):
+        if not known or functorch_active():
             return self._operation(kind, func, args, kwargs)
         result = func(*args, **kwargs) if kwargs else func(*args)
         after = version_of(x)
-        if (seen := getattr(storage, SEEN, None)) is not None and (last := seen[-1])[1] == before:  # as saw does it
-            last[1] = after
+        if (last := again.span) is not None:  # as saw does it
+            last[1] = again.at = after
             setattr(x, NOTED_AT, after)
         else:
             saw(x, before, after)
-        if mine.axes and (written is None or lent):
             self._spread(x, mine)
         return result
+
+    def _target(self, x: Any, mine: Type, before: int) -> Again | None:
+        """What may be written into by what is of its own type, and is no view, as long as nothing else is noted of its
+        memory; None if it may not.
+        """
+        grid = self.grid
+        if (
+            (before and before != getattr(x, NOTED_AT, 0))
+            or (mine.grid is not grid and mine.grid is not ANYWHERE)
+            or (type(x) is not Tensor and type(x) is not Parameter)
+            or x._base is not None
+        ):
+            return None
+        storage = x.untyped_storage()
+        written, seen = getattr(storage, WRITTEN, None), getattr(storage, SEEN, None)
+        if (
+            written is not None
+            and not (type(written) is Type and written.grid is grid and written.axes == mine.axes)
+        ) or (shared_leaves.any and (leaf := getattr(storage, LEAF, None)) is not None and leaf() is not x):
+            return None
+        if lent or seen is None or seen[-1][1] != before or (written is None and mine.axes):
+            return Again(mine, grid, None, before)
+        again = Again(mine, grid, seen[-1], before)
+        setattr(x, AGAIN, again)
+        setattr(storage, AGAIN, again)
+        return again
 
 
 def simple(values: Iterable[Any]) -> bool:
