@@ -29,7 +29,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.runtime.callsite import is_ours, outermost
 from meshcomm.spmd.types.core import untraceable
 from meshcomm.spmd.types.foreign_memory import lent
-from meshcomm.spmd.types.grids import ANYWHERE
+from meshcomm.spmd.types.grids import ANYWHERE, Grid
 from meshcomm.spmd.types.rules.operands import SIMPLE, same_place
 from meshcomm.spmd.types.rules.torch_rules import COMPUTES, READS_ROWS, Kind, kind_of
 from meshcomm.spmd.types.rules.writes import Writes
@@ -61,8 +61,8 @@ _MOST = 1024
 class AtOnce(Writes):
     """Sees every operation, most of them at once; the others go the long way."""
 
-    def __init__(self, mesh: Mesh, *, insert: bool) -> None:
-        super().__init__(mesh, insert=insert)
+    def __init__(self, mesh: Mesh, *, insert: bool, grid: Grid | None = None) -> None:
+        super().__init__(mesh, insert=insert, grid=grid)
         self._joined: dict[tuple[Type, ...], Type | dict[tuple[int, int, str], tuple[CodeType, Type]]]
         self._joined = self.grid.joined  # a step is checked by a checker of its own
 
@@ -265,11 +265,13 @@ class AtOnce(Writes):
         where no graph has to do with it, and the change is noted as seen.
         """
         grid, known, even = self.grid, False, not kind.overwrites
+        again: Any
         try:
             x = args[0]
             mine, again = getattr(x, NAME), getattr(x, AGAIN, None)
+            same = again is not None and getattr(x.untyped_storage(), AGAIN, None) is again
             if (
-                (again is None or getattr(x.untyped_storage(), AGAIN, None) is not again)
+                not same
                 or (before := again.at) != version_of(x)
                 or again.kind is not mine
                 or again.grid is not grid
@@ -330,8 +332,7 @@ class AtOnce(Writes):
         storage = x.untyped_storage()
         written, seen = getattr(storage, WRITTEN, None), getattr(storage, SEEN, None)
         if (
-            written is not None
-            and not (type(written) is Type and written.grid is grid and written.axes == mine.axes)
+            written is not None and not (type(written) is Type and written.grid is grid and written.axes == mine.axes)
         ) or (shared_leaves.any and (leaf := getattr(storage, LEAF, None)) is not None and leaf() is not x):
             return None
         if lent or seen is None or seen[-1][1] != before or (written is None and mine.axes):
