@@ -17,6 +17,9 @@ from vma_twins import F64, LINE, Program, check, data, refused, zeros
 
 import meshcomm as mc
 from meshcomm.spmd.types import foreign_memory
+from meshcomm.spmd.types.checker import Checker
+from meshcomm.spmd.types.rules.torch_rules import kind_of
+from meshcomm.spmd.types.seen_changes import AGAIN
 
 Write = Callable[[Tensor, Tensor], Any]
 
@@ -369,3 +372,47 @@ def test_gradients_that_add_up() -> None:
         return norms
 
     assert mc.launch(on_rank, ranks=2) == [[6.0, 12.0, 18.0]] * 2
+
+
+# ------------------------------------------------------------------------------------------------ again and again
+
+
+def written_again(kind: str | tuple[str, ...], *, leaf: bool) -> Tensor:
+    """What was written into so often that it is known."""
+    x = mc.mark_varying(torch.ones(4, requires_grad=leaf), kind)
+    by = mc.mark_varying(torch.ones(4), kind)
+    with torch.no_grad():
+        for _ in range(3):
+            x.mul_(by)
+    known = getattr(x, AGAIN, None)
+    assert known is not None
+    assert getattr(x.untyped_storage(), AGAIN) is known
+    return x
+
+
+def test_what_is_written_again_and_under_another_name_too() -> None:
+    with mc.use_mesh(mc.make_mesh({"x": 1})), mc.check_vma(), torch.no_grad():
+        x = written_again((), leaf=True)
+        with torch._C.DisableTorchFunction():
+            other = mc.mark_varying(x.data, ())  # a write into it does not count as a change of x
+        other.copy_(mc.mark_varying(torch.ones(4), "x"))
+        with pytest.raises(mc.VaryingError, match=r"a write into f32\[4\].*through other tensors"):
+            x.mul_(2.0)
+
+
+def test_what_is_written_again_and_has_other_memory_meanwhile() -> None:
+    with mc.use_mesh(mc.make_mesh({"x": 1})), mc.check_vma(), torch.no_grad():
+        x = written_again("x", leaf=False)
+        y = mc.mark_varying(torch.ones(4), ())
+        with torch._C.DisableTorchFunction():
+            x.data = y
+        x.mul_(mc.mark_varying(torch.ones(4), "x"))
+        with pytest.raises(mc.VaryingError, match="item.*makes a Python value of a tensor that varies along 'x'"):
+            y[0].item()
+
+
+def test_the_mode_is_found_in_its_own_class() -> None:
+    """torch looks it up in one class after the other, at each operation."""
+    assert "__torch_function__" in vars(Checker)
+    assert kind_of(nn.functional.softmax).way
+    assert not kind_of(nn.functional.relu).way  # it may write in place

@@ -35,8 +35,9 @@ from meshcomm.spmd.shard_map.specs import (
 )
 from meshcomm.spmd.types.check_vma import Mode, checked_mode
 from meshcomm.spmd.types.checker import Checker
-from meshcomm.spmd.types.grids import grid_of
+from meshcomm.spmd.types.grids import Grid, grid_of
 from meshcomm.spmd.types.reachable import Reachable
+from meshcomm.spmd.types.sizes.varying_numbers import made
 from meshcomm.spmd.types.vma import INVARIANT, Origin, Type, marked
 from meshcomm.watch import here, paused
 
@@ -295,7 +296,10 @@ class _Run:
         self.cut = [laid for laid in self.leaves if laid.layout is not None]
         plain = not bound.kwargs and all(isinstance(x, Tensor) for x in bound.args)
         self.form = None if plain else tree_flatten((bound.args, bound.kwargs))[1]
-        self.types = [] if mode is False else [_given(laid, mesh) for laid in self.cut]
+        self.types: list[tuple[Type, str]] = []
+        if mode is not False:
+            self.grid = grid_of(mesh)
+            self.types = [_given(laid, self.grid) for laid in self.cut]
 
     def on_parts(
         self, parts: Sequence[Tensor], closed: Iterable[tuple[str, Tensor]], *, own: bool
@@ -310,7 +314,7 @@ class _Run:
             args, kwargs = tree_unflatten(list(args), self.form)
         if self.mode is False:
             return self._outputs(self.fn(*args, **kwargs))
-        checker = Checker(self.mesh, insert=self.mode is True)
+        checker = Checker(self.mesh, insert=self.mode is True, grid=self.grid)
         for name, x in closed:
             if marked(x) is None:
                 checker.know(x, INVARIANT, f"{name or 'a tensor'}, closed over")
@@ -318,20 +322,26 @@ class _Run:
         for part, (kind, what) in zip(parts, self.types, strict=True):
             know(part, kind, what)
         with checker:
-            laid_out, form = self._outputs(self.fn(*args, **kwargs))
+            result = self.fn(*args, **kwargs)
+            if type(result) is Tensor and type(self.out_specs) is str and not made.any:  # a size may be refused
+                return [_returned(checker, result, self._layout_of, "output")], tree_flatten(result)[1]
+            laid_out, form = self._outputs(result)
             for each in laid_out:
                 if each.layout is None:
                     checker.plain_result(each.value, each.label)
-            return [each if each.layout is None else _returned(checker, each, each.layout) for each in laid_out], form
+            return [each if each.layout is None else _again(checker, each, each.layout) for each in laid_out], form
 
     def _outputs(self, result: Any) -> tuple[list[Laid], Any]:
         """What the function has returned, compared with its specs."""
         if type(result) is Tensor and type(self.out_specs) is str:  # as a tree of one leaf, in a third of the time
-            layout = of_tensor(self.out_specs, result.shape, "output", self.mesh, whole=False)
-            return [Laid(result, "output", layout)], tree_flatten(result)[1]
+            return [Laid(result, "output", self._layout_of(result))], tree_flatten(result)[1]
         form = tree_flatten(result)[1]
         specs = spec_of_each_leaf(self.out_specs, result, "output", "out_specs")
         return laid_out(specs, result, "output", self.mesh, whole=False), form
+
+    def _layout_of(self, y: Tensor) -> Layout:
+        """That of the only output."""
+        return of_tensor(self.out_specs, y.shape, "output", self.mesh, whole=False)
 
     def result(self) -> Any:
         """The global outputs."""
@@ -405,14 +415,20 @@ class _Run:
 _TENSOR = object()
 
 
-def _given(laid: Laid, mesh: Mesh) -> tuple[Type, str]:
+def _given(laid: Laid, grid: Grid) -> tuple[Type, str]:
     """The type of an argument's parts, the same object on all ranks, and whose it is."""
     assert laid.layout is not None
     what = f"{laid.label}, by its spec {str(laid.layout)!r}"
     axes = laid.layout.axes
-    return Type(dict.fromkeys(axes, Origin(what, leaf=True)), grid=grid_of(mesh)) if axes else INVARIANT, what
+    return Type(dict.fromkeys(axes, Origin(what, leaf=True)), grid=grid) if axes else INVARIANT, what
 
 
-def _returned(checker: Checker, laid: Laid, layout: Layout) -> Laid:
+def _returned(checker: Checker, y: Tensor, layout_of: Callable[[Tensor], Layout], label: str) -> Laid:
     """An output, once it is known to vary along no other axes than its layout names."""
-    return Laid(checker.result(laid.value, layout, laid.label), laid.label, layout)
+    y, layout = checker.result(y, layout_of, label)
+    return Laid(y, label, layout)
+
+
+def _again(checker: Checker, laid: Laid, layout: Layout) -> Laid:
+    """The same of one that was laid out."""
+    return _returned(checker, laid.value, lambda _: layout, laid.label)

@@ -6,7 +6,7 @@ gradient that comes back is one rank's own, and that of the value is their sum. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,16 +32,23 @@ from meshcomm.watch import here
 class Checker(Functions, Attributes, Sizes, Collectives, AtOnce):
     """Tracks what runs on this thread while it is entered, as the part of one rank of a mesh."""
 
+    # torch looks this up at each operation, by a name that it makes anew and that no cache of Python's has: where it
+    # stands in the first class, no other one is asked.
+    __torch_function__ = AtOnce.__torch_function__
+
     def __enter__(self) -> Self:
         watch_all()
         return super().__enter__()
 
-    def result(self, y: Tensor, layout: Layout, label: str) -> Tensor:
-        """What a checked function returns, which may vary along the axes of its layout and must along no other."""
+    def result(self, y: Tensor, layout_of: Callable[[Tensor], Layout], label: str) -> tuple[Tensor, Layout]:
+        """What a checked function returns, which may vary along the axes of its layout and must along no other; and
+        that layout.
+        """
         outer, here.watcher = here.watcher, None  # as `_apart` does it, which takes longer
         try:
             with without_modes():
-                return self._result(y, layout.axes, label, layout)
+                layout = layout_of(y)
+                return self._result(y, layout.axes, label, layout), layout
         finally:
             here.watcher = outer
 

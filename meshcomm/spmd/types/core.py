@@ -28,7 +28,7 @@ from meshcomm.errors import VaryingError, fail, names
 from meshcomm.mesh import Mesh
 from meshcomm.runtime.axis_names import written_out
 from meshcomm.runtime.callsite import call_site
-from meshcomm.spmd.types.grids import ANYWHERE, grid_of
+from meshcomm.spmd.types.grids import ANYWHERE, Grid, grid_of
 from meshcomm.spmd.types.leaf_numbers import whose
 from meshcomm.spmd.types.rules.operands import (
     along_of,
@@ -78,12 +78,12 @@ _OFTEN = 8
 class Core(TorchFunctionMode):
     """Tracks what runs on this thread while it is entered, as the part of one rank of ``mesh``."""
 
-    def __init__(self, mesh: Mesh, *, insert: bool) -> None:
-        """``insert``: a missing pvary is made; otherwise it is an error."""
+    def __init__(self, mesh: Mesh, *, insert: bool, grid: Grid | None = None) -> None:
+        """``insert``: a missing pvary is made; otherwise it is an error. ``grid``: the mesh's, if it is known."""
         super().__init__()
         self.mesh, self.insert = mesh, insert
-        self._all = frozenset(mesh.axis_names)
-        self.grid = grid_of(mesh)
+        self.grid = grid_of(mesh) if grid is None else grid
+        self._all = self.grid.axes
         self._known: dict[int, tuple[Tensor, Type, int]] = {}
         self._given_as: dict[int, tuple[Tensor, int, str]] = {}
         self._always: dict[int, _Varied] = {}

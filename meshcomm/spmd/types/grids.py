@@ -33,6 +33,7 @@ class Grid:
 
     def __init__(self, shape: dict[str, int], ranks: tuple[int, ...]) -> None:
         self.shape, self.ranks = shape, ranks
+        self.axes = frozenset(shape)
         self._moved: dict[tuple[Grid, frozenset[str]], Moved | None] = {}
         self.joined: dict[Any, Any] = {}
         """What types on it make together, for who joins them."""

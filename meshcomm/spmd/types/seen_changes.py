@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshcomm._torch.autograd import functorch_active, unwrapped
 from meshcomm._torch.views import version_of
+from meshcomm.spmd.types.notes import Note
 
 NOTED_AT = "_meshcomm_version"
 """The attribute with the count as of which a tensor has its type; without it that is 0."""
@@ -22,8 +24,30 @@ _DECLARED = "_meshcomm_declared_at"
 SEEN = "_meshcomm_seen"
 """The attribute of a storage with the changes that were seen: from which count to which."""
 _FEW = 16
+AGAIN = "_meshcomm_again"
+"""The attribute of a tensor that is written into again and again, and of its storage, as long as both are as they were:
+the same object.
+"""
 
 _moments = itertools.count(1)
+
+
+class Again(Note):
+    """What was found of a tensor that was written into: nothing of that is to be looked for again."""
+
+    __slots__ = ("at", "grid", "kind", "span")
+
+    def __init__(self, kind: Any, grid: Any, span: list[int] | None, at: int) -> None:
+        self.kind, self.grid = kind, grid
+        """Its type, and that of all that was written into its memory, if it varies along any axes of this grid."""
+        self.span, self.at = span, at
+        """The last changes of its memory that were seen, up to this count; None: none were."""
+
+
+def not_again(storage: torch.UntypedStorage | None) -> None:
+    """Something else is noted of a storage now: who writes into it must look."""
+    if getattr(storage, AGAIN, None) is not None:
+        setattr(storage, AGAIN, None)
 
 
 def moment() -> int:
@@ -79,6 +103,7 @@ def _saw(x: Tensor, before: int, after: int) -> None:
             return
     seen.append([before, after])
     del seen[:-_FEW]
+    not_again(storage)
 
 
 def accounted(x: Tensor, at: int, since: int, entered: int, passed: int) -> bool:

@@ -19,7 +19,7 @@ from meshcomm.runtime.callsite import CallSite, call_site
 from meshcomm.spmd.types.foreign_memory import any_lent, lend_foreign, with_the_same_memory
 from meshcomm.spmd.types.grids import ANYWHERE, Grid
 from meshcomm.spmd.types.notes import Ever, Note
-from meshcomm.spmd.types.seen_changes import NOTED_AT, by_hand, inside, stamp, storage_of
+from meshcomm.spmd.types.seen_changes import NOTED_AT, by_hand, inside, not_again, stamp, storage_of
 
 
 class Origin(NamedTuple):
@@ -358,6 +358,7 @@ def _write(storage: torch.UntypedStorage, kind: Type) -> None:
         return
     if before is None or before.grid is not kind.grid or not kind.axes <= before.axes:
         writes.any = True
+        not_again(storage)
         if before is not None and before.grid is not kind.grid:  # what it is now can be said on neither
             setattr(storage, WRITTEN, next(iter(kind.since.values())))
             return
@@ -374,9 +375,9 @@ def unseen_write(x: Tensor, origin: Origin) -> None:
 def unknown_in(storage: torch.UntypedStorage, origin: Origin) -> None:
     """Note that something of unknown type was written into a storage."""
     writes.any = True
-    setattr(storage, WRITTEN, origin)
-    for other in with_the_same_memory(storage):
-        setattr(other, WRITTEN, origin)
+    for each in (storage, *with_the_same_memory(storage)):
+        setattr(each, WRITTEN, origin)
+        not_again(each)
 
 
 def in_spite(x: Tensor) -> None:
@@ -391,6 +392,7 @@ def forget(x: Tensor) -> None:
     storage = storage_of(x) if writes.any else None
     if getattr(storage, WRITTEN, None) is not None and x.numel() * x.element_size() == storage.nbytes():  # type: ignore[union-attr]
         setattr(storage, WRITTEN, None)
+        not_again(storage)
 
 
 def also_written(x: Tensor, kind: Type, grid: Grid) -> Type | Origin:
@@ -424,6 +426,7 @@ def shared(x: Tensor) -> None:
     if storage is not None:
         shared_leaves.any = True
         setattr(storage, LEAF, weakref.ref(x))
+        not_again(storage)
 
 
 def sharing_with(x: Tensor) -> Tensor:
@@ -444,3 +447,4 @@ def swap_notes(run: Callable[[Tensor, Tensor], object], x: Tensor, y: Tensor) ->
     run(x, y)
     for storage, other in noted:
         setattr(storage, LEAF, weakref.ref(other))
+        not_again(storage)

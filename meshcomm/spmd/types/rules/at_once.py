@@ -29,11 +29,11 @@ from meshcomm.mesh import Mesh
 from meshcomm.runtime.callsite import is_ours, outermost
 from meshcomm.spmd.types.core import untraceable
 from meshcomm.spmd.types.foreign_memory import lent
-from meshcomm.spmd.types.grids import ANYWHERE
+from meshcomm.spmd.types.grids import ANYWHERE, Grid
 from meshcomm.spmd.types.rules.operands import SIMPLE, same_place
 from meshcomm.spmd.types.rules.torch_rules import COMPUTES, READS_ROWS, Kind, kind_of
 from meshcomm.spmd.types.rules.writes import Writes
-from meshcomm.spmd.types.seen_changes import NOTED_AT, SEEN, saw
+from meshcomm.spmd.types.seen_changes import AGAIN, NOTED_AT, SEEN, Again, saw
 from meshcomm.spmd.types.sizes.varying_numbers import made, plain
 from meshcomm.spmd.types.vma import (
     HELD,
@@ -61,8 +61,8 @@ _MOST = 1024
 class AtOnce(Writes):
     """Sees every operation, most of them at once; the others go the long way."""
 
-    def __init__(self, mesh: Mesh, *, insert: bool) -> None:
-        super().__init__(mesh, insert=insert)
+    def __init__(self, mesh: Mesh, *, insert: bool, grid: Grid | None = None) -> None:
+        super().__init__(mesh, insert=insert, grid=grid)
         self._joined: dict[tuple[Type, ...], Type | dict[tuple[int, int, str], tuple[CodeType, Type]]]
         self._joined = self.grid.joined  # a step is checked by a checker of its own
 
@@ -75,8 +75,12 @@ class AtOnce(Writes):
             untraceable()
         kind = kind_of(func)
         way = kind.way
-        if not way or made.any or (kwargs and not simple(kwargs.values())):
+        if not way or made.any:
             return self._operation(kind, func, args, kwargs)
+        if kwargs:
+            for value in kwargs.values():
+                if type(value) not in SIMPLE and not simple((value,)):
+                    return self._operation(kind, func, args, kwargs)
         if way is COMPUTES:
             return self._in_place(kind, func, args, kwargs)
         # From here on all in one: a call of Python is what two of these look-ups cost.
@@ -89,12 +93,9 @@ class AtOnce(Writes):
         more = known = graph = False
         try:
             for x in flat:
-                one = type(x)
-                if one is int:
-                    continue
                 mine = getattr(x, NAME, None)
                 if mine is None:
-                    if one in SIMPLE or (
+                    if (one := type(x)) in SIMPLE or (
                         (type(x.start) in SIMPLE and type(x.stop) in SIMPLE and type(x.step) in SIMPLE)
                         if one is slice
                         else one in _NUMBERS and simple(x)
@@ -263,18 +264,22 @@ class AtOnce(Writes):
         """What is computed in place of operands that are all of the type of the first argument: that is left as it is
         where no graph has to do with it, and the change is noted as seen.
         """
-        grid = self.grid
-        x: Any = args[0] if args else None
-        mine: Any = getattr(x, NAME, None)
-        even, known = not kind.overwrites, False
+        grid, known, even = self.grid, False, not kind.overwrites
+        again: Any
         try:
+            x = args[0]
+            mine, again = getattr(x, NAME), getattr(x, AGAIN, None)
+            same = again is not None and getattr(x.untyped_storage(), AGAIN, None) is again
             if (
-                (not (before := version_of(x)) or before == getattr(x, NOTED_AT, 0))
-                and (mine.grid is grid or mine.grid is ANYWHERE)
-                and not (x.requires_grad and (mine.plain or torch.is_grad_enabled() or not x.is_leaf))
-                and (type(x) is Tensor or type(x) is Parameter)
-                and x._base is None
+                not same
+                or (before := again.at) != version_of(x)
+                or again.kind is not mine
+                or again.grid is not grid
+                or lent
             ):
+                before = version_of(x)
+                again = self._target(x, mine, before)
+            if again is not None and not (x.requires_grad and (mine.plain or is_grad_enabled() or not x.is_leaf)):
                 for y in args:
                     if y is x:
                         continue
@@ -287,7 +292,7 @@ class AtOnce(Writes):
                         other.sort is not mine.sort
                         or ((at := version_of(y)) and at != getattr(y, NOTED_AT, 0))
                         or (other.grid is not grid and other.grid is not ANYWHERE)
-                        or (y.requires_grad and (other.plain or torch.is_grad_enabled() or not y.is_leaf))
+                        or (y.requires_grad and (other.plain or is_grad_enabled() or not y.is_leaf))
                         or (
                             writes.any
                             and (written := getattr(y.untyped_storage(), WRITTEN, None)) is not None
@@ -297,30 +302,45 @@ class AtOnce(Writes):
                         break
                     even = True
                 else:
-                    storage = x.untyped_storage()
                     known = even or not mine.axes  # or it is overwritten with what is the same everywhere
-        except (RuntimeError, ValueError, AttributeError):
+        except (RuntimeError, ValueError, AttributeError, IndexError):
             pass  # as above
-        if (
-            not known
-            or (
-                (written := getattr(storage, WRITTEN, None)) is not None
-                and not (type(written) is Type and written.grid is grid and written.axes == mine.axes)
-            )
-            or functorch_active()
-            or (shared_leaves.any and (leaf := getattr(storage, LEAF, None)) is not None and leaf() is not x)
-        ):
+        if not known or functorch_active():
             return self._operation(kind, func, args, kwargs)
         result = func(*args, **kwargs) if kwargs else func(*args)
-        after, seen = version_of(x), getattr(storage, SEEN, None)
-        if seen is not None and (last := seen[-1])[1] == before:  # as saw does it
-            last[1] = after
+        after = version_of(x)
+        if (last := again.span) is not None:  # as saw does it
+            last[1] = again.at = after
             setattr(x, NOTED_AT, after)
         else:
             saw(x, before, after)
-        if mine.axes and (written is None or lent):
             self._spread(x, mine)
         return result
+
+    def _target(self, x: Any, mine: Type, before: int) -> Again | None:
+        """What may be written into by what is of its own type, and is no view, as long as nothing else is noted of its
+        memory; None if it may not.
+        """
+        grid = self.grid
+        if (
+            (before and before != getattr(x, NOTED_AT, 0))
+            or (mine.grid is not grid and mine.grid is not ANYWHERE)
+            or (type(x) is not Tensor and type(x) is not Parameter)
+            or x._base is not None
+        ):
+            return None
+        storage = x.untyped_storage()
+        written, seen = getattr(storage, WRITTEN, None), getattr(storage, SEEN, None)
+        if (
+            written is not None and not (type(written) is Type and written.grid is grid and written.axes == mine.axes)
+        ) or (shared_leaves.any and (leaf := getattr(storage, LEAF, None)) is not None and leaf() is not x):
+            return None
+        if lent or seen is None or seen[-1][1] != before or (written is None and mine.axes):
+            return Again(mine, grid, None, before)
+        again = Again(mine, grid, seen[-1], before)
+        setattr(x, AGAIN, again)
+        setattr(storage, AGAIN, again)
+        return again
 
 
 def simple(values: Iterable[Any]) -> bool:

@@ -141,7 +141,7 @@ class Collectives(Core):
         named: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
         """What a collective gives, with its types noted."""
-        frame = outermost(sys._getframe(1))
+        frame = outermost(sys._getframe(2))  # no user's function is called between it and this one
         place = op.name, axes, id(frame.f_code), frame.f_lasti
         known, given = self.grid.given, []
         for kind in kinds or (INVARIANT,):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from meshcomm.spmd.types.rules.arguments import by_name, forms_of, is_seeded, only_reads, takes_rows
 from meshcomm.spmd.types.sizes.size_rules import SIZED, words
@@ -177,10 +178,13 @@ def _kind(func: Any) -> Kind:
     )
     ordinary = replace(kind, name="", from_data=False, sized=0) == Kind("")
     way = COMPUTES if kind.computes else 0
-    if ordinary and kind.sized != 1 and not kind.from_data and only_reads(func):
+    if ordinary and kind.sized != 1 and not kind.from_data and (func in _PURE or only_reads(func)):
         way = READS_ROWS if takes_rows(func) else READS
     return replace(kind, ordinary=ordinary, way=way, one_kernel=way in (READS, READS_ROWS) and name in _ONE_KERNEL)
 
+
+_PURE = frozenset([functional.softmax, functional.log_softmax, functional.mse_loss])
+"""Functions of Python, which have no schema, that write into nothing: what most models call."""
 
 _ONE_KERNEL = words(
     """
