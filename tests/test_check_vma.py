@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from einops import einsum, rearrange, reduce, repeat
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from vma_checks import F64, OLD, I, Local, N, Pair, compare, kind_or_none, mine, ones, right, sq, zeros
+from vma_checks import F64, I, Local, N, Pair, compare, kind_or_none, mine, ones, right, sq, zeros
 
 import meshcomm as mc
 
@@ -353,9 +353,6 @@ def test_wrong_without_the_checker(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_refused_under_error(name: str) -> None:
-    if name == "checkpoint" and OLD:
-        pytest.skip("torch 2.11 leaves the hooks of a checkpoint that was interrupted to the collection of garbage")
-
     def refused() -> None:
         place = r"\w+\.py" if name == "einops" else r"test_check_vma\.py"
         with pytest.raises(mc.VaryingError, match=rf"{place}:\d+.*along 'dp', where others vary") as caught:

@@ -116,7 +116,7 @@ def on_a_grid() -> list[Any]:
     x, other = torch.arange(4.0) + 10 * mesh.rank, 1 - mesh.coordinate["tp"]
     with mc.use_mesh(mesh):
         return [
-            mc.all_gather(x, ("tp", "dp")).sum().item(),
+            mc.all_gather(x, ("tp", "dp") if _torch.groups._as_given else ("dp", "tp")).sum().item(),
             mc.reduce_scatter(x, "tp").tolist(),
             mc.reduce_scatter(x, "dp", op="max").tolist(),
             mc.all_reduce(x, ("dp", "tp")).tolist(),

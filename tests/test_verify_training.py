@@ -232,9 +232,13 @@ def test_a_loss_that_is_not_finite_is_said_to_be_none_that_can_be_compared() -> 
     assert "is not finite on one rank" in finding.text
 
 
-def test_in_bfloat16_rounding_is_no_finding_and_factors_are_exact() -> None:
+def test_in_bfloat16_rounding_is_no_finding() -> None:
     mc.verify_training(adaptors, BATCHES, 4, {"fsdp": 2}, dtype=torch.bfloat16).check()
-    report = mc.verify_training(twice, BATCHES, meshes=DP, dtype=torch.bfloat16, checkpoint=False)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 5])
+def test_in_bfloat16_factors_are_those_but_for_rounding(seed: int) -> None:
+    report = mc.verify_training(twice, BATCHES, meshes=DP, dtype=torch.bfloat16, checkpoint=False, seed=seed)
     assert ": 2 times the right one, reduced twice over 'dp'" in str(report)
 
 

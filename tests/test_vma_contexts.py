@@ -224,9 +224,11 @@ def test_a_check_in_compiled_code_is_refused(fullgraph: bool) -> None:
         with mc.check_vma():
             return x @ w
 
+    refused = "cannot trace checked code|check_vma|Unexpected type .*meshcomm.mesh.Mesh"  # the last in torch 2.11
+
     def run() -> None:
         x, w = mc.mark_varying(rows(), "dp"), same()
-        with mc.use_mesh(mc.make_mesh(LINE)), pytest.raises(Exception, match="cannot trace checked code|check_vma"):
+        with mc.use_mesh(mc.make_mesh(LINE)), pytest.raises(Exception, match=refused):
             compiled(x, w)
 
     mc.launch(run, ranks=N)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Sequence
 from datetime import timedelta
@@ -243,6 +244,10 @@ def _own_connection(store: Any) -> Any:
 
 
 _made = 0
+_as_given: dict[str, Any] = (
+    {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+)
+"""That ``dist.new_group`` leaves the ranks in their order; torch 2.11 puts them in its own."""
 
 
 def _new_group_in_turn(ranks: Sequence[int], name: str, timeout: timedelta) -> dist.ProcessGroup:
@@ -254,8 +259,11 @@ def _new_group_in_turn(ranks: Sequence[int], name: str, timeout: timedelta) -> d
     if len(set(every)) > 1:
         instead = f"make and use all meshes on all ranks in the same order ({every} groups were made before), or take "
         fail("make_mesh", **lack(f"torch.distributed.distributed_c10d.{_missing[0]}", instead))
+    if not _as_given and list(ranks) != sorted(ranks):
+        instead = f"make meshes whose ranks come in order along each axis (these are {list(ranks)}), or take "
+        fail("make_mesh", **lack(f"torch.distributed.distributed_c10d.{_missing[0]}", instead))
     group: Any = dist.new_group(
-        list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name, sort_ranks=False
+        list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name, **_as_given
     )
     _made += 1
     return group  # type: ignore[no-any-return]

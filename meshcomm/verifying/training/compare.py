@@ -24,7 +24,9 @@ _ENOUGH = 2e-2
 _LOST = 64
 """Times eps of the largest one: what cancels out over a batch, such as the gradient of a bias of keys, is left with."""
 _NEAR = 1e-3
-"""Of factors."""
+"""Of factors, where the numbers have the digits for it."""
+_APART = 0.25
+"""What differs by more of the largest number is another thing, however few digits there are: twice as much is."""
 
 
 class Off(NamedTuple):
@@ -37,6 +39,8 @@ class Off(NamedTuple):
     factor: float | None
     """What is here is so many times the right one; None: no single factor, or it is not there."""
     missing: str = ""
+    near: float = _NEAR
+    """Factors that differ by less are one."""
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -159,7 +163,7 @@ def _difference(rank: int, name: str, part: Part, wanted: Tensor, scale: float, 
     least = max(near * small, _rounding(wanted.dtype)) * scale
     if by <= max(near * wanted.abs().max().item(), least):
         return None
-    return Off(rank, name, by, factor_of(got, right, near))
+    return Off(rank, name, by, factor_of(got, right, near), near=nearness([part.dtype, wanted.dtype]))
 
 
 def _by(got: Tensor, right: Tensor) -> float:
@@ -173,7 +177,16 @@ def factor_of(got: Tensor, right: Tensor, near: float) -> float | None:
         return None
     factor = (got @ right / (right @ right)).item()
     rest = (got - factor * right).abs().max().item()
-    return factor if rest <= 10 * max(near, 1e-7) * max(got.abs().max().item(), right.abs().max().item()) else None
+    return factor if rest <= _loosely(near) * max(got.abs().max().item(), right.abs().max().item()) else None
+
+
+def _loosely(near: float) -> float:
+    return min(10 * max(near, 1e-7), _APART)
+
+
+def nearness(dtypes: Iterable[torch.dtype]) -> float:
+    """By how much two factors of such numbers may differ that are one, relative to them."""
+    return max([_NEAR, *(torch.finfo(each).eps for each in dtypes if each.is_floating_point or each.is_complex)])
 
 
 def flat(part: Part) -> Tensor:
@@ -195,19 +208,20 @@ def same_factor(offs: Sequence[Off]) -> float | None:
     """That of all of them, if it is one."""
     factors = [off.factor for off in offs]
     first = factors[0] if factors else None
-    if first is None or any(each is None or abs(each - first) > _NEAR * max(abs(first), 1e-3) for each in factors):
+    near = max((off.near for off in offs), default=_NEAR)
+    if first is None or any(each is None or abs(each - first) > near * max(abs(first), 1e-3) for each in factors):
         return None
     return first
 
 
-def axes_of(factor: float, sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+def axes_of(factor: float, sizes: Mapping[str, int], near: float) -> list[tuple[str, ...]]:
     """The axes whose sizes multiply to this; fewest first."""
-    return [axes for axes in subsets(sizes) if abs(math.prod(sizes[axis] for axis in axes) - factor) <= _NEAR * factor]
+    return [axes for axes in subsets(sizes) if near_to(factor, math.prod(sizes[axis] for axis in axes), near)]
 
 
-def near_to(factor: float, other: float) -> bool:
+def near_to(factor: float, other: float, near: float) -> bool:
     """Whether two factors are one."""
-    return abs(factor - other) <= _NEAR * abs(other)
+    return abs(factor - other) <= near * abs(other)
 
 
 def subsets(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
@@ -248,7 +262,7 @@ def _sums_to(
             return False
         total = torch.stack([flat(part) for part in team]).sum(0) / (len(team) if how == "mean" else 1)
         here = flat_of(wanted, team[0])
-        near = 10 * max(tolerance(wanted.dtype), 1e-7)
+        near = _loosely(tolerance(wanted.dtype))
         if total.numel() and _by(total, here) > near * max(here.abs().max().item(), total.abs().max().item()):
             return False
     return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -33,6 +33,13 @@ class Again(Protocol):
         """The loop on a mesh on which this axis has another size."""
 
 
+def _dtypes(seen: Seen) -> Iterator[torch.dtype]:
+    for moment in seen.moments.values():
+        yield from (part.dtype for part in moment.parameters.values() if part is not None)
+        if moment.loss is not None:
+            yield moment.loss.dtype
+
+
 class Judge:
     """Holds the ranks of one mesh against one rank."""
 
@@ -43,6 +50,7 @@ class Judge:
         once more, for a line, or to see whether a factor is one by chance.
         """
         self.twin, self.ranks, self.sizes, self.after, self.again = twin, ranks, sizes, after, again
+        self.near = compare.nearness(_dtypes(twin))
         self.notes: list[str] = []
 
     def findings(self) -> list[Finding]:
@@ -170,7 +178,7 @@ class Judge:
             else values
         )
         known = factor is not None and (
-            abs(factor) < 1e-9 or (factor > 0 and compare.axes_of(max(factor, 1 / factor), self.sizes))
+            abs(factor) < 1e-9 or (factor > 0 and compare.axes_of(max(factor, 1 / factor), self.sizes, self.near))
         )
         why, fix = self._why_factor(factor, "the loss", number) if factor is not None and known else ("", "")
         blame = Blame() if self.again is None else self.again.blame(number)
@@ -262,7 +270,7 @@ class Judge:
         """The axes whose sizes make such a factor, and of which it follows the size on another mesh; and where not."""
         if factor <= 0:
             return [], ""
-        choices = compare.axes_of(max(factor, 1 / factor), self.sizes)
+        choices = compare.axes_of(max(factor, 1 / factor), self.sizes, self.near)
         kept, seen = [], ""
         for axes in choices:
             other = None if self.again is None else self.again.elsewhere(axes[0], number)
@@ -271,10 +279,11 @@ class Judge:
                 judge = Judge(self.twin, other[1], other[0])
                 there = judge._loss_factor(number) if what == "the loss" else judge._gradient_factor(number)
                 more = other[0][axes[0]] / self.sizes[axes[0]]
-            if other is None or there is None or compare.near_to(there, factor * (more if factor > 1 else 1 / more)):
+            follows = factor if other is None else factor * (more if factor > 1 else 1 / more)
+            if other is None or there is None or compare.near_to(there, follows, self.near):
                 kept.append(axes)
             else:
-                alike = "and" if compare.near_to(there, factor) else f"{there:.4g} times it"
+                alike = "and" if compare.near_to(there, factor, self.near) else f"{there:.4g} times it"
                 seen = f", {alike} on {other[0]}{' too' * (alike == 'and')}: it does not follow the size of {axes[0]!r}"
         return kept, "" if kept else seen
 
