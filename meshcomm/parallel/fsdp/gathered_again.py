@@ -75,9 +75,9 @@ def _pack(x: Tensor) -> tuple[Any, ...]:
     spans = _here.open
     if spans and ((plain := type(x) in _DENSE) or _torch.is_without_memory(x)):
         place = x.data_ptr() if plain else _torch.places_like(x)(x)
-        for first, last, dtype, width, again, at in spans:
-            if first <= place < last and x.dtype == dtype:
-                return again, at, x.size(), x.stride(), (place - first) // width
+        for span in spans:  # taken apart where it is that one, which it is for few
+            if span[0] <= place < span[1] and x.dtype == span[2]:
+                return span[4], span[5], x.size(), x.stride(), (place - span[0]) // span[3]
     # Autograd knows of whom it is the result; kept with that, a node would keep itself.
     return None, x if x.is_leaf else x.detach(), x._version
 
