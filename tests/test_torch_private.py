@@ -1024,6 +1024,18 @@ def test_name_parted_in_shape() -> None:
     assert parts[2].data_ptr() == whole[6:].data_ptr()
 
 
+def test_name_apart() -> None:
+    whole = torch.arange(11.0, requires_grad=True)
+    parts = _torch.apart(whole, [6, 0, 5], [(0, torch.empty(()).expand(2, 3)), (1, torch.empty(()).expand(2, 0, 4))])
+    assert [part.shape for part in parts] == [(2, 3), (2, 0, 4), (5,)]
+    assert torch.cat([part.reshape(-1) for part in parts]).tolist() == whole.tolist()
+    assert [parts[0].data_ptr(), parts[2].data_ptr()] == [whole.data_ptr(), whole.data_ptr() + 4 * 6]
+    assert not any(part.requires_grad or part._is_view() for part in parts)
+    parts[0].mul_(torch.ones(3, requires_grad=True))  # no business of the others'
+    assert [part.requires_grad for part in parts] == [True, False, False]
+    assert [whole._version, *[part._version for part in parts]] == [0, 1, 0, 0]
+
+
 # --------------------------------------------------------------------------------------------------------- pytrees
 
 TREE = {"w": [torch.zeros(1), (None, 3)], "b": torch.ones(2)}

@@ -12,6 +12,7 @@ from meshcomm import _trees
 from meshcomm._versions import find
 
 __all__ = [
+    "apart",
     "packed",
     "parted",
     "parted_in_shape",
@@ -43,6 +44,15 @@ def parted(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return _part(flat, like)  # type: ignore[no-any-return]
 
 
+def apart(flat: Tensor, widths: Sequence[int], like: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
+    """The same of so many elements each, of which some are given the shape of a tensor: their numbers, and that."""
+    with _below():
+        parts = list(flat.split_with_sizes(widths))
+        for at, shaped in like:
+            parts[at] = parts[at].view_as(shaped)
+        return parts
+
+
 def parted_in_shape(flat: Tensor, like: Sequence[Tensor], empty: Sequence[int]) -> list[Tensor]:
     """The same where some are ``empty``, at these places: torch gives those as ``[0]``."""
     parts = list(parted(flat, like))
@@ -62,6 +72,12 @@ if None in (_pack, _part, _below, _in_rows):
         with torch.no_grad():
             parts = flat.split([x.numel() for x in like])
             return tuple(part.view(x.shape).detach() for part, x in zip(parts, like, strict=True))
+
+    def apart(flat: Tensor, widths: Sequence[int], like: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
+        """The same of so many elements each, of which some are given the shape of a tensor."""
+        with torch.no_grad():
+            parts, shaped = flat.split_with_sizes(widths), dict(like)
+            return [(part.view_as(shaped[at]) if at in shaped else part).detach() for at, part in enumerate(parts)]
 
 
 _PYTREE = "torch.utils._pytree"

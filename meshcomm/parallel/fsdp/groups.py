@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from operator import is_
+from itertools import chain, repeat
+from operator import attrgetter, is_, is_not
 from typing import Any, NoReturn
 
 import torch
@@ -31,6 +32,7 @@ from meshcomm.runtime.pending import Pending, settled
 from meshcomm.runtime.transports.protocol import Parts
 from meshcomm.spmd.types.vma import lie_apart
 
+_needs = attrgetter("requires_grad")
 _GATHER, _SCATTER, _REDUCE = rule_named("all_gather"), rule_named("reduce_scatter"), rule_named("all_reduce")
 
 
@@ -92,6 +94,9 @@ class Group:
         self.policy = policy or owner.policy
         self.index = self.policy.axis.own_part("how many elements of a parameter a rank keeps")
         self.row = layout.row(self.index)
+        self._flags: list[bool] = []
+        self._needy: list[int] = []
+        """Which of the parameters get gradients, as these say that need one."""
         self.kept: tuple[Tensor, list[int]] | None = None
         """Gradients that were not reduced, and which parameters had any."""
         self.adopt(shard)
@@ -197,7 +202,10 @@ class Group:
 
     def needy(self) -> list[int]:
         """Which parameters get gradients."""
-        return [at for at, param in enumerate(self.params) if param.requires_grad]
+        flags = [*map(_needs, self.params)]
+        if flags != self._flags:
+            self._flags, self._needy = flags, [at for at, flag in enumerate(flags) if flag]
+        return self._needy
 
     def _told(self, rule: Rule, x: Tensor, axis: Axis, params: tuple[Any, ...]) -> Any:
         """Run it, and let who compares calls compare units, too: those of equal size are not to be mixed up."""
@@ -319,7 +327,7 @@ class Sums:
         """Start to reduce the gradients of a group, or collect them."""
         adds_up = collects or group.kept is not None
         packed: Any = group.packed(needy, gradients, group.policy.device, adds_up, later and not adds_up)
-        marks = [int(g is not None) for g in gradients]
+        marks = [*map(int, map(is_not, gradients, repeat(None)))]
         if group.kept is not None:
             before, seen = group.kept
             packed, group.kept = packed + before, None
@@ -341,8 +349,8 @@ class Sums:
 
     def pieces(self) -> list[Tensor | None]:
         """The gradients of the shards, none where no rank has one."""
-        found: list[Tensor | None] = [piece for reduction in self.reductions for piece in reduction.pieces()]
-        marks = [mark for reduction in self.reductions for mark in reduction.marks]
+        found: list[Tensor | None] = [*chain.from_iterable([each.pieces() for each in self.reductions])]
+        marks = [*chain.from_iterable([each.marks for each in self.reductions])]
         if not all(marks):
             found = [piece if mark else None for piece, mark in zip(found, marks, strict=True)]
         return found
@@ -432,7 +440,7 @@ def _begin_to_hear(marks: list[int], over: Sequence[Axis]) -> Callable[[], list[
 
 def _words(marks: Sequence[int]) -> list[int]:
     """The marks, 0 or not, as bits."""
-    bits = "".join(["1" if mark else "0" for mark in marks])
+    bits = "".join(map("01".__getitem__, map(bool, marks)))
     return [int(bits[at : at + _BITS][::-1], 2) for at in range(0, len(marks), _BITS)]
 
 
@@ -442,7 +450,7 @@ def begin_to_hear_all(every: Sequence[tuple[Sequence[int], Policy]]) -> Callable
     for at, (_, policy) in enumerate(every):
         over.setdefault(policy.names, []).append(at)
     heard = [
-        (places, _begin_to_hear([mark for at in places for mark in every[at][0]], every[places[0]][1].axes))
+        (places, _begin_to_hear([*chain(*[every[at][0] for at in places])], every[places[0]][1].axes))
         for places in over.values()
     ]
 

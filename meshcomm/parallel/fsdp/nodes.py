@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -184,7 +185,10 @@ class _Weights(Function):
     ) -> tuple[Tensor, ...]:
         views += [group.layout.apart(buffer) for group, buffer in zip(use.groups, buffers, strict=True)]
         needy = use.entrance.needy
-        found = [mine[at] for mine, places in zip(views, needy, strict=True) for at in places]
+        if use.entrance.whole:
+            found = views[0] if len(views) == 1 else [*chain.from_iterable(views)]
+        else:
+            found = [mine[at] for mine, places in zip(views, needy, strict=True) for at in places]
         ctx.use, ctx.count = use, len(found)
         ctx.set_materialize_grads(False)
         return (*found, torch.empty(0, device=token.device)) if is_root else tuple(found)

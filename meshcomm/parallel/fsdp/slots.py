@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, repeat
+from operator import is_, setitem
 from typing import Any
 
 import torch
@@ -127,3 +131,37 @@ class Slot:
         """That of a copy of the module."""
         sites = [(copy.deepcopy(door, memo), name) for door, name in self.sites]
         return Slot(self.name, copy.deepcopy(self.param, memo), sites)
+
+
+_run: Any = partial(deque, maxlen=0)
+"""Goes through an iterator for what that does: a loop that is not Python's."""
+
+
+class Sites:
+    """Where the parameters of a unit are registered, and are shown while they are whole."""
+
+    __slots__ = ("_each_once", "_names", "_tables", "_which")
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        sites = [(door.views, name, which) for which, slot in enumerate(slots) for door, name in slot.sites]
+        self._tables: Any = [table for table, _, _ in sites]
+        self._names = [name for _, name, _ in sites]
+        self._which = [which for _, _, which in sites]
+        """Of the parameters of all groups, one behind the other."""
+        self._each_once = self._which == [*range(len(slots))]
+
+    def show(self, views: Sequence[list[Tensor]]) -> None:
+        """These, of each group."""
+        _run(map(setitem, self._tables, self._names, self._there(views)))
+
+    def have(self, views: Sequence[list[Tensor]]) -> bool:
+        """Whether these are what is shown."""
+        return all(map(is_, map(dict.get, self._tables, self._names), self._there(views)))
+
+    def hide(self) -> None:
+        """Whatever is shown."""
+        _run(map(dict.pop, self._tables, self._names, repeat(None)))
+
+    def _there(self, views: Sequence[list[Tensor]]) -> list[Tensor]:
+        every = views[0] if len(views) == 1 else [*chain.from_iterable(views)]
+        return every if self._each_once else [every[which] for which in self._which]

@@ -22,7 +22,7 @@ from meshcomm.parallel.fsdp.gathered_again import Again
 from meshcomm.parallel.fsdp.groups import Group
 from meshcomm.parallel.fsdp.nodes import Entrance, Use, connect, views_as_function, views_of
 from meshcomm.parallel.fsdp.passes import Passes
-from meshcomm.parallel.fsdp.slots import Door, Policy, Slot, raw
+from meshcomm.parallel.fsdp.slots import Door, Policy, Sites, Slot, raw
 from meshcomm.parallel.fsdp.together import Between, modules_of, name_around
 from meshcomm.parallel.stand_ins import show_attributes
 from meshcomm.runtime.pending import Pending, settled
@@ -73,12 +73,7 @@ class Unit:
         """Its input was looked at."""
         self._again: weakref.ref[Again] | None = None
         self._left: weakref.ref[Left] | None = None
-        self._sites = [
-            (door.views, name, number, at)
-            for number, group in enumerate(groups)
-            for at, slot in enumerate(group.slots)
-            for door, name in slot.sites
-        ]
+        self._sites = Sites([slot for group in groups for slot in group.slots])
         self._tagged = [
             (number, at, slot.param)
             for number, group in enumerate(groups)
@@ -334,7 +329,7 @@ class Unit:
 
     def _is_stood_in(self) -> bool:
         """Whether ``functional_call`` has put others in the place of the parameters that were gathered for it."""
-        return any(shown.get(name) is not self.views[number][at] for shown, name, number, at in self._sites)
+        return not self._sites.have(self.views)
 
     def _connect(self, phase: int, buffers: list[Tensor]) -> list[list[Tensor]]:
         """The views, whose gradients come back to the shards and of which autograd saves the places."""
@@ -364,8 +359,7 @@ class Unit:
         self._show(views_as_function(self.groups))
 
     def _show(self, views: list[list[Tensor]]) -> None:
-        for shown, name, number, at in self._sites:
-            shown[name] = views[number][at]
+        self._sites.show(views)
         for number, at, param in self._tagged:
             show_attributes(param, views[number][at])
         self.views, self.is_open = views, True
@@ -383,8 +377,7 @@ class Unit:
             if self.use is not None:
                 self.use.token = None  # a graph that holds itself would never go
             self.use = None
-            for shown, name, _, _ in self._sites:
-                shown.pop(name, None)
+            self._sites.hide()
             held = self._held()
             if held is not None:
                 gathered_again.close(held)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import repeat
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +53,6 @@ class Row:
             self._widths.append(length)  # of what is empty too: autograd copies a gradient that others have as well
             if at >= 0:
                 self._parts[at] = part
-        self.empty = [part for part, (_, length) in enumerate(self._runs) if not length]
         self._is_split = self._parts == [*range(len(self._widths))]
         """Each part is a tensor, in their order."""
         self._zeros: dict[tuple[torch.dtype, torch.device], list[Tensor | None]] = {}
@@ -67,8 +68,10 @@ class Row:
 
     def parts(self, tensors: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
         """What lies there one behind the other, flat."""
-        parts = [x if x.ndim == 1 else x.reshape(-1) for x in tensors if x is not None]
-        return parts if self._is_dense and len(parts) == len(tensors) else self._with_zeros(tensors, like)
+        if not self._is_dense or any(map(is_, tensors, repeat(None))):
+            return self._with_zeros(tensors, like)
+        whole: Any = tensors
+        return [x if x.ndim == 1 else x.reshape(-1) for x in whole]
 
     def _with_zeros(self, tensors: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
         parts = []
@@ -90,14 +93,19 @@ class Row:
             self._zeros[like.dtype, like.device] = found
         return found
 
-    def lies(self, shapes: Sequence[torch.Size]) -> list[Tensor]:
-        """Tensors that take no memory, of these shapes and flat where nothing lies, in the order of the buffer."""
+    def lies(self, shapes: Sequence[torch.Size]) -> list[tuple[int, Tensor]]:
+        """Tensors that take no memory, of those of these shapes that are not flat, and which part of the buffer each
+        is.
+        """
         one = torch.empty((), device="cpu")
-        return [one.expand(shapes[at] if at >= 0 else (length,)) for at, length in self._runs]
+        return [(self._parts[at], one.expand(shape)) for at, shape in enumerate(shapes) if len(shape) != 1]
 
-    def of_runs(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors, of what lies in the buffer."""
-        return list(parts) if self._is_split else [parts[part] for part in self._parts]
+    def apart(self, buffer: Tensor, lies: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
+        """The tensors, without a copy, in the shapes of what :meth:`lies` gave; to autograd they have nothing to do
+        with each other.
+        """
+        parts = _torch.apart(buffer, self._widths, lies)
+        return parts if self._is_split else [parts[part] for part in self._parts]
 
     def split(self, buffer: Tensor) -> Sequence[Tensor]:
         """The tensors, flat, without a copy: an operation whose derivative is one concatenation."""
@@ -129,7 +137,7 @@ class Layout:
         self.buffer = Row(list(zip(starts, sizes, strict=True)), ranks * self.chunk)
         self._shaped = [(at, shape) for at, shape in enumerate(shapes) if len(shape) != 1]
         """Those that a part of the buffer has not got yet."""
-        self._lies: list[Tensor] = []
+        self._lies: list[tuple[int, Tensor]] | None = None
         self._shapes = list(shapes)
         self._rows: dict[int, Row] = {}
         self.key = f"layout {next(_numbers)}"
@@ -153,10 +161,10 @@ class Layout:
         """
         if type(buffer) is not Tensor or not _torch.plain_now():
             return self.views(buffer)
-        if not self._lies:
+        if self._lies is None:
             with torch.inference_mode(False):
                 self._lies = self.buffer.lies(self._shapes)
-        return self.buffer.of_runs(_torch.parted_in_shape(buffer, self._lies, self.buffer.empty))
+        return self.buffer.apart(buffer, self._lies)
 
     # ------------------------------------------------------------------------------------------------- the chunks
 
