@@ -259,6 +259,8 @@ class OneHostLink(ProcessLink):
         """One reads from all."""
         if not x.is_cpu:
             return super().reduce(x, op, dst)
+        if (small := self._at_once(self, at_once.REDUCE, op, x, dst)) is not None:
+            return None if small is at_once.NOTHING else small
         x = dtypes.plain(x)
         packed = dtypes.to_bytes(x)
         out = reserve.empty(x.shape, x) if self.index == dst else None
@@ -275,6 +277,8 @@ class OneHostLink(ProcessLink):
         """One reads from all."""
         if not x.is_cpu:
             return super().gather(x, dst)
+        if (small := self._at_once(self, at_once.GATHER, "", x, dst)) is not None:
+            return None if small is at_once.NOTHING else small
         packed = dtypes.to_bytes(x)
         out = reserve.empty((self.size * packed.numel() if self.index == dst else 0,), packed)
         call = self._call("gather", "", x, dst)
@@ -288,6 +292,9 @@ class OneHostLink(ProcessLink):
         """All read their rows from one."""
         if not like.is_cpu:
             return super().scatter(x, like, src)
+        way, lent = (at_once.SCATTERED, like) if x is None else (at_once.SCATTER, x)
+        if (small := self._at_once(self, way, "", lent, src)) is not None:
+            return small
         packed = dtypes.to_bytes(like[None][:0] if x is None else x)
         out = reserve.empty((like.nbytes // packed.element_size(),), packed)
         call = self._call("scatter", "", like, src)
