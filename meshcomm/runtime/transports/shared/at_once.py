@@ -78,7 +78,7 @@ NOTHING: Any = object()
 """What a call gives that has come to its end where nothing is read."""
 
 
-def _nothing(_: Sequence[Tensor]) -> Any:
+def _nothing(parts: Sequence[Tensor], out: Tensor | None = None) -> Any:
     return NOTHING
 
 
@@ -367,8 +367,8 @@ def _learned(link: Any, way: Way, op: str, x: Tensor, at: Any, said: Any, key: A
 
 
 def at_once_in(log: Log) -> Callable[..., Tensor | None]:
-    """``at_once(link, way, op, x, at=-1)``: what the call gives, ``NOTHING`` where nothing is read; or None, and nothing
-    is done, if it is not small, or not as most are. ``at``: the root, or source and destination.
+    """``at_once(link, way, op, x, at=-1)``: what the call gives, ``NOTHING`` where nothing is read; or None, and it is
+    not made, if it is not small, or not as most are. ``at``: the root, or source and destination.
 
     A closure, with as few steps as can be: each is felt.
     """

@@ -34,7 +34,7 @@ from meshcomm.runtime.transports.protocol import Empty, Parts
 from meshcomm.runtime.transports.shared import at_once
 from meshcomm.runtime.transports.shared.call import Call, Fill, Mail, Meaning, Reading, Watch
 from meshcomm.runtime.transports.shared.differences import compare_given
-from meshcomm.runtime.transports.shared.letters import Parcel, Sent, letters_of
+from meshcomm.runtime.transports.shared.letters import Letters, Parcel, Sent, letters_of
 from meshcomm.runtime.transports.shared.messages import Letterbox, Posted
 from meshcomm.runtime.transports.shared.words import brief, code_of, meaning_of
 
@@ -325,7 +325,7 @@ class OneHostLink(ProcessLink):
         """By letters in shared memory."""
         if queued:
             begin_all()
-        letters = letters_of(self.mail)
+        letters: Letters = self.mail.letters or letters_of(self.mail)  # type: ignore[assignment]
         parcels: list[Parcel] = []
         out: list[Sent] = []
         posted, later = Posted(self, where, letters, parcels, out), told.later
