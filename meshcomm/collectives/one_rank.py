@@ -182,7 +182,9 @@ def gather(
     check.no_gradient("gather", x, ax, "use all_gather")
 
     def join(rows: Tensor | None) -> Tensor | None:
-        return None if rows is None else rows.movedim(0, place).flatten(place, place + 1).contiguous()
+        if rows is None or place == 0:
+            return None if rows is None else rows.flatten(0, 1).contiguous()
+        return rows.movedim(0, place).flatten(place, place + 1).contiguous()
 
     return made(GATHER, (dst, place), ax, x, async_op, lambda link: then(link.gather(kept(x, async_op), dst), join))
 

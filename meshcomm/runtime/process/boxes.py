@@ -58,7 +58,7 @@ if sys.platform == "linux":  # elsewhere no memory is shared
 class Box:
     """What one rank of a group tells the others: an entry for each call, in a ring. In units of cells."""
 
-    __slots__ = ("_address", "_base", "cells", "first", "listens")
+    __slots__ = ("_address", "_base", "cells", "first", "listens", "writes")
 
     def __init__(self, cells: memoryview[int], base: int, address: int) -> None:
         """``address``: of the first cell."""
@@ -67,6 +67,8 @@ class Box:
         """Where its entries begin."""
         self.listens = base + _LISTENS
         """The cell that says whether its rank listens."""
+        self.writes = base + _LETTERS + 2
+        """That which is 0 until there are letters of it."""
 
     def at(self, number: int) -> int:
         """Where the entry of a call is, which begins with its number."""
@@ -102,12 +104,12 @@ class Box:
         """Where the letters of its rank are from now on."""
         at = self._base + _LETTERS
         self.cells[at], self.cells[at + 1] = fd, size
-        self.cells[at + 2] = serial  # last
+        self.cells[self.writes] = serial  # last
 
     def letters(self) -> tuple[int, int, int] | None:
         """Descriptor, serial number and size of the memory in which they are, if there are some."""
         at = self._base + _LETTERS
-        serial = self.cells[at + 2]
+        serial = self.cells[self.writes]
         return (self.cells[at], serial, self.cells[at + 1]) if serial else None
 
     def listen(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -78,6 +79,7 @@ def inside(data: Tensor, nbytes: int) -> Tensor:
     return data[_HEAD.size : _HEAD.size + nbytes]
 
 
+@lru_cache(1024)
 def sequence_of(name: str) -> int:
     """A number for the name of a sequence of calls."""
     return zlib.crc32(name.encode())

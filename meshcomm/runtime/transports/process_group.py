@@ -362,7 +362,7 @@ class ProcessLink(GroupLink):
         """One batch of point-to-point operations, so that no order of sends and receives can lock. Over gloo with
         envelopes, which are compared; what an accelerator's backend moves has none.
         """
-        if self._on_gloo and all(x.is_cpu for x, _, _ in posts) and all(want[4].type == "cpu" for want in wants):
+        if self._on_gloo and _on_cpu(posts, wants):
             return self._by_post("exchange", posts, wants, [route_of(self.name, tag) for *_, tag in posts],
                                  [route_of(self.name, want[3]) for want in wants])  # fmt: skip
         return self._by_batch(posts, wants)
@@ -451,6 +451,16 @@ class ProcessLink(GroupLink):
             begin_all()
         if self.log.meeting is not None:
             attendance.all_here(self.place, self.ranks, self.index, seconds)
+
+
+def _on_cpu(posts: Sequence[Post], wants: Sequence[Want]) -> bool:
+    for post in posts:
+        if not post[0].is_cpu:
+            return False
+    for want in wants:  # noqa: SIM110  # each function is felt
+        if want[4].type != "cpu":
+            return False
+    return True
 
 
 @cache

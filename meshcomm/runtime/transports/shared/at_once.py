@@ -74,6 +74,14 @@ def _added(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     return torch.add(*parts) if out is None else torch.add(*parts, out=out)
 
 
+NOTHING: Any = object()
+"""What a call gives that has come to its end where nothing is read."""
+
+
+def _nothing(parts: Sequence[Tensor], out: Tensor | None = None) -> Any:
+    return NOTHING
+
+
 @dataclass(frozen=True, eq=False)
 class Way:
     """One way to call a collective."""
@@ -87,6 +95,10 @@ class Way:
     """Whether that is its own row of as many as there are ranks."""
     take: Callable[..., Tensor] | None = None
     """Makes the result of a list of these, in memory of its own or in ``out``; None: they are reduced."""
+    src: bool = False
+    """Whether all read from one."""
+    dst: bool = False
+    """Whether one reads from all."""
 
 
 ALL_REDUCE = Way("all_reduce")
@@ -102,7 +114,12 @@ SWAP_FLAT = Way(
     take=torch.cat,
 )
 PERMUTE = Way("permute", take=_copied)
-BROADCAST = Way("broadcast", take=_copied)
+BROADCAST = Way("broadcast", take=_copied, src=True)
+REDUCE = Way("reduce", dst=True)
+GATHER = Way("gather", part=lambda shape, _: torch.Size((1, *shape)), take=torch.cat, dst=True)
+SCATTER = Way("scatter", lambda shape, _: shape[1:], lambda shape, _: shape[1:], rows=True, take=_copied, src=True)
+SCATTERED = Way("scatter", rows=True, take=_copied, src=True)
+"""The same where there is no tensor, but one like the result."""
 
 
 class _UnderWay:
@@ -128,15 +145,17 @@ class _Known:
     __slots__ = (
         "called", "count", "dtype", "entries", "form", "index", "meaning", "nbytes", "noted", "others", "own_at",
         "part", "partly", "places", "readers", "reads", "root", "rooted", "rows", "shape", "sources", "spans", "table",
-        "take", "turn", "who", "whole",
+        "take", "total", "turn", "who", "whole",
     )  # fmt: skip
 
     def __init__(self, link: Any, way: Way, op: str, x: Tensor, at: Any, said: tuple[Any, ...]) -> None:
         mail, n, index = link.mail, link.size, link.index
-        self.index, self.dtype, self.nbytes, self.shape, self.count = index, x.dtype, x.nbytes, x.shape, x.numel()
         self.called, tree, whose = said
         self.form = form = way.form(x.shape, n)
-        self.noted = root = at if way is BROADCAST else NOBODY
+        self.index, self.dtype, self.count, self.total = index, x.dtype, form.numel(), n if way.name == "scatter" else 1
+        self.shape = shape = torch.Size((n, *form)) if way is SCATTERED else x.shape
+        self.nbytes = shape.numel() * x.itemsize
+        self.noted = root = at if way.src or way.dst else NOBODY
         key = way.name, op, x.dtype, form, root, self.called, tree
         self.turn, meaning = mail.lexicon.turn, mail.known.get(key)
         self.meaning: Meaning = meaning or meaning_of(mail.lexicon, key, self.called, tree, *key[:5])
@@ -144,22 +163,24 @@ class _Known:
         self.reads: Sequence[int] = range(n)
         self.root = self.rooted = root if whose is None else NOBODY - whose.word
         self.table = array("q")
-        if way is BROADCAST:
+        if way.src:
             self.readers, self.reads = mail.others if index == at else (), (at,)
+        elif way.dst:
+            self.readers, self.reads = ((), self.reads) if index == at else ((at,), ())
         elif way is PERMUTE:
             source, self.root = at
             self.readers, self.reads, self.rooted = (self.root,), (source,), index
         elif way is SWAP_FLAT:
             run, self.count = self.count // n, 0  # it may differ
             self.table = array("q", [*(run * i for i in range(n + 1)), *[run] * n])
-        self.take = way.take or _reduction(op, x.dtype, n)
+        self.take = (way.take or _reduction(op, x.dtype, n)) if self.reads else _nothing
         self.part, self.rows = part, rows = way.part(x.shape, n), n if way.rows else 0
-        spans = [slice(index), slice(index + 1, n)] if rows and x.nbytes > SMALL else []
+        spans = [slice(index), slice(index + 1, n)] if rows and self.nbytes > SMALL else []
         self.spans = [
             span for span in spans if range(n)[span]
         ]  # the others' rows, where it pays to leave out one's own
         whole = torch.Size((n * part[0], *part[1:])) if self.take is torch.cat else part
-        self.whole = whole if whole.numel() * x.itemsize >= LEAST else None
+        self.whole = whole if self.reads and whole.numel() * x.itemsize >= LEAST else None
         self.places, self.who = (*self.readers, index), [mail.readers[i] for i in self.readers]
         self.others = [(box, box.cells, box.listens) for box in map(mail.boxes.__getitem__, mail.others)]
         boxes = [(k, i, mail.boxes[i]) for k, i in enumerate(self.reads) if i != index]
@@ -274,6 +295,7 @@ class _Known:
             )
 
         call = link.call_of(self.meaning, self.count, self.root, record)
+        call.total = self.total
         own = dtypes.to_bytes(x.detach())
         call.was_posted(number, lent, own, [i for _, i, *_ in self.sources], self.table)
         call.expect(fill, None)
@@ -345,8 +367,8 @@ def _learned(link: Any, way: Way, op: str, x: Tensor, at: Any, said: Any, key: A
 
 
 def at_once_in(log: Log) -> Callable[..., Tensor | None]:
-    """``at_once(link, way, op, x, at=-1)``: what the call gives; or None, and nothing is done, if it is not small, or
-    not as most are. ``at``: the root, or source and destination.
+    """``at_once(link, way, op, x, at=-1)``: what the call gives, ``NOTHING`` where nothing is read; or None, and it is
+    not made, if it is not small, or not as most are. ``at``: the root, or source and destination.
 
     A closure, with as few steps as can be: each is felt.
     """
@@ -377,6 +399,8 @@ def at_once_in(log: Log) -> Callable[..., Tensor | None]:
                     written.copy_(x)
                 if known.table:
                     lent.cells[TABLE : TABLE + len(known.table)] = known.table
+            elif known.own_at is not None:
+                own = dtypes.plain(x).view(known.part)
             cells, first = mail.own.cells, mail.own.first
             with mail.lock:
                 mine = mail.number + 1

@@ -164,8 +164,10 @@ class Letters:
         with self._receiving:
             for i in mail.others:
                 cells = self._rings[i]
-                if cells is None and (cells := self._ring(i)) is None:
-                    continue
+                if cells is None:
+                    box = mail.boxes[i]
+                    if (box is not None and not box.cells[box.writes]) or (cells := self._ring(i)) is None:
+                        continue
                 number = first = self._next[i]
                 while cells[at := base + _HEAD + number % _MOST * _CELLS] == number:
                     letter = cells[at : at + _CELLS].tolist()
@@ -175,8 +177,9 @@ class Letters:
                     number += 1
                 if number != first:
                     cells[base] = number - 1
-            for key in [key for key in self._came if key in self._asked]:
-                self._give(key)
+            if self._came:
+                for key in [key for key in self._came if key in self._asked]:
+                    self._give(key)
 
     def _ring(self, i: int) -> Any:
         """The letters of a rank, once it has written one."""

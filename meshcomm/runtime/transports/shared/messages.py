@@ -31,9 +31,15 @@ class Posted(Pending):
 
     def look(self) -> list[int]:
         """See what has come; who is waited for still."""
-        self._letters.look()
-        missing = [parcel.want[0] for parcel in self._parcels if not parcel.is_here]
-        return missing + [sent.to for sent in self._sent if not sent.is_read(self._letters)]
+        letters, missing = self._letters, []
+        letters.look()
+        for parcel in self._parcels:  # no function of its own, as in all that is done again and again
+            if not parcel.is_here:
+                missing.append(parcel.want[0])
+        for sent in self._sent:
+            if not sent.is_read(letters):
+                missing.append(sent.to)
+        return missing
 
     def wait(self, timeout: float | None) -> list[Tensor]:
         """What came, when all is here, and all was read that was sent."""
@@ -85,8 +91,12 @@ class Posted(Pending):
 
     def _rests(self) -> list[Messages]:
         """What follows over gloo."""
-        found = [*[parcel.rest for parcel in self._parcels], *[sent.rest for sent in self._sent]]
-        return [rest for rest in found if rest is not None]
+        found: list[Messages] = []
+        every: list[Parcel | Sent] = [*self._parcels, *self._sent]
+        for each in every:
+            if each.rest is not None:
+                found.append(each.rest)
+        return found
 
 
 class Letterbox(Carrier):

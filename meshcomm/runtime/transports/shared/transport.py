@@ -34,7 +34,7 @@ from meshcomm.runtime.transports.protocol import Empty, Parts
 from meshcomm.runtime.transports.shared import at_once
 from meshcomm.runtime.transports.shared.call import Call, Fill, Mail, Meaning, Reading, Watch
 from meshcomm.runtime.transports.shared.differences import compare_given
-from meshcomm.runtime.transports.shared.letters import Parcel, Sent, letters_of
+from meshcomm.runtime.transports.shared.letters import Letters, Parcel, Sent, letters_of
 from meshcomm.runtime.transports.shared.messages import Letterbox, Posted
 from meshcomm.runtime.transports.shared.words import brief, code_of, meaning_of
 
@@ -259,6 +259,8 @@ class OneHostLink(ProcessLink):
         """One reads from all."""
         if not x.is_cpu:
             return super().reduce(x, op, dst)
+        if (small := self._at_once(self, at_once.REDUCE, op, x, dst)) is not None:
+            return None if small is at_once.NOTHING else small
         x = dtypes.plain(x)
         packed = dtypes.to_bytes(x)
         out = reserve.empty(x.shape, x) if self.index == dst else None
@@ -275,6 +277,8 @@ class OneHostLink(ProcessLink):
         """One reads from all."""
         if not x.is_cpu:
             return super().gather(x, dst)
+        if (small := self._at_once(self, at_once.GATHER, "", x, dst)) is not None:
+            return None if small is at_once.NOTHING else small
         packed = dtypes.to_bytes(x)
         out = reserve.empty((self.size * packed.numel() if self.index == dst else 0,), packed)
         call = self._call("gather", "", x, dst)
@@ -288,6 +292,9 @@ class OneHostLink(ProcessLink):
         """All read their rows from one."""
         if not like.is_cpu:
             return super().scatter(x, like, src)
+        way, lent = (at_once.SCATTERED, like) if x is None else (at_once.SCATTER, x)
+        if (small := self._at_once(self, way, "", lent, src)) is not None:
+            return small
         packed = dtypes.to_bytes(like[None][:0] if x is None else x)
         out = reserve.empty((like.nbytes // packed.element_size(),), packed)
         call = self._call("scatter", "", like, src)
@@ -318,7 +325,7 @@ class OneHostLink(ProcessLink):
         """By letters in shared memory."""
         if queued:
             begin_all()
-        letters = letters_of(self.mail)
+        letters: Letters = self.mail.letters or letters_of(self.mail)  # type: ignore[assignment]
         parcels: list[Parcel] = []
         out: list[Sent] = []
         posted, later = Posted(self, where, letters, parcels, out), told.later
