@@ -23,9 +23,10 @@ last column says whether the line holds the budgets: over torch's call, and of 2
 
 Processes use NCCL where there are GPUs and gloo elsewhere. Ours and torch's take turns sample by sample, with a barrier
 before each. A sample's time is that of the slowest rank, and a number is the median of the samples. On CPUs the host's
-clock times one call; on an accelerator it times a batch of calls between two synchronisations of the device, as
-nccl-tests does. In-process, where ranks run one at a time, a sample lasts from the first rank's start to the last one's
-end; torch.distributed cannot have its ranks in one process, so there is nothing beside.
+clock times one call, and with it that the ranks wake from the barrier, often on one core; ``--in-a-row 20`` times so
+many calls one after the other, as nccl-tests does, and so it is on an accelerator, between two synchronisations of it.
+In-process, where ranks run one at a time, a sample lasts from the first rank's start to the last one's end;
+torch.distributed cannot have its ranks in one process, so there is nothing beside.
 
 Then all_reduce is taken apart: it equals all_gather after reduce_scatter, in value (elements that differ) and in bytes
 (what each must send at least, which is its factor times S), with the times of all side by side.
@@ -73,7 +74,7 @@ FEWEST = 5
 """Samples of which a number is the median, however long they take."""
 SIZES = tuple(map(bandwidth.parse_size, ("64", "1K", "16K", "256K", "1M", "8M", "64M")))
 PROCESSES = (2, 4)
-BATCH = 20  # calls between two synchronisations of an accelerator
+BATCH = 20  # calls of a sample on an accelerator, between two synchronisations
 
 Call = Callable[[], Tensor | None]
 
@@ -129,12 +130,11 @@ def backend_of(device: torch.device) -> str:
 
 
 def take_turns(
-    calls: Sequence[Call], ranks: Ranks, repeats: int, warmup: int, seconds: float
+    calls: Sequence[Call], ranks: Ranks, repeats: int, warmup: int, seconds: float, batch: int = 1
 ) -> list[tuple[float, Tensor | None]]:
-    """The median seconds of each call and its last result, of samples taken in turns; when those have taken so many
-    seconds, of at least ``FEWEST``.
+    """The median seconds of each call and its last result, of samples taken in turns, of ``batch`` calls each; when
+    those have taken so many seconds, of at least ``FEWEST``.
     """
-    batch = 1 if ranks.device.type == "cpu" else BATCH
     starts: list[list[float]] = [[] for _ in calls]
     ends: list[list[float]] = [[] for _ in calls]
     results: list[Tensor | None] = [None for _ in calls]
@@ -165,6 +165,12 @@ def take_turns(
         gc.enable()
     spans = [ranks.spans(starts[i], ends[i])[first:] for i in range(len(calls))]
     return [(median(taken) / batch, result) for taken, result in zip(spans, results, strict=True)]
+
+
+def samples_of(options: Namespace, ranks: Ranks) -> tuple[int, int, float, int]:
+    """How many, how many before them, for how many seconds, and of how many calls each."""
+    batch = options.in_a_row or (1 if ranks.device.type == "cpu" else BATCH)
+    return options.repeats, options.warmup, options.seconds, batch
 
 
 # ----------------------------------------------------------------------------------------------------- what is measured
@@ -205,7 +211,7 @@ def measure_one(collective: str, size: int, ranks: Ranks, options: Namespace) ->
     if problem.op in ("none", "sum"):
         every = [given(replace(problem, rank=rank)) for rank in range(ranks.size)]
         calls.append(partial(copied, problem, every, copied(problem, every) if size >= bandwidth.LARGE else None))
-    turns = take_turns(calls, ranks, options.repeats, options.warmup, options.seconds)
+    turns = take_turns(calls, ranks, *samples_of(options, ranks))
     floor = turns.pop()[0] if len(calls) > len(kinds) else None
     wrong = ranks.total([count_wrong(result, wanted) for _, result in turns])
     size = bandwidth.size_of(collective, problem.count, options.dtype.itemsize, ranks.size)
@@ -229,7 +235,7 @@ def measure_halves(size: int, ranks: Ranks, options: Namespace) -> Halves:
         lambda: mc.all_gather(part, AXIS, mesh=mesh),
         lambda: mc.all_gather(mc.reduce_scatter(x, AXIS, op=op, mesh=mesh), AXIS, mesh=mesh),
     ]
-    times, results = zip(*take_turns(calls, ranks, options.repeats, options.warmup, options.seconds), strict=True)
+    times, results = zip(*take_turns(calls, ranks, *samples_of(options, ranks)), strict=True)
     (differ,) = ranks.total([count_wrong(results[3], results[0])])
     size = bandwidth.size_of("reduce_scatter", problem.count, options.dtype.itemsize, ranks.size)
     sent = [size * FACTORS[name](ranks.size) for name in ("all_reduce", "reduce_scatter", "all_gather")]
@@ -380,6 +386,7 @@ def parser() -> ArgumentParser:
     add("-o", "--op", choices=list(REDUCE_OPS), default="sum", help="of the collectives that reduce (sum)")
     add("-n", "--repeats", type=int, metavar="N", help="samples per number (20; 3 with --quick)")
     add("--seconds", type=float, metavar="S", default=1.0, help=f"per line, from {FEWEST} samples per number on (1)")
+    add("--in-a-row", type=int, metavar="N", help=f"calls per sample, one after the other (1; {BATCH} on accelerators)")
     add("-w", "--warmup", type=int, metavar="N", help="samples before those (5; 1 with --quick)")
     add("--quick", action="store_true", help="few sizes and repeats: seconds, for CI")
     add("--json", metavar="FILE", help="write all numbers there too")
@@ -434,6 +441,8 @@ def parsed(arguments: Sequence[str] | None) -> Namespace:
             setattr(options, name, value)
     if options.factor < 2 or options.repeats < 1 or options.warmup < 0 or options.max_bytes < options.min_bytes:
         here.error("--factor is at least 2, --repeats 1, --warmup 0, and --max-bytes is no less than --min-bytes")
+    if options.in_a_row is not None and options.in_a_row < 1:
+        here.error("--in-a-row is at least 1")
     span = options.min_bytes, options.max_bytes, options.factor
     options.sizes = bandwidth.size_range(*span) if ranged else list(SIZES)
     if not options.dtype.is_floating_point:

@@ -306,6 +306,7 @@ def test_quick_and_given_options() -> None:
         (["-b", "2M", "-e", "1M"], "--max-bytes is no less than --min-bytes"),
         (["-f", "1"], "--factor is at least 2"),
         (["-n", "0"], "--repeats 1"),
+        (["--in-a-row", "0"], "--in-a-row is at least 1"),
         (["--ranks", "1"], "at least 2 ranks, not 1"),
         (["-d", "int8", "-o", "mean"], "no mean of torch.int8"),
         (["-d", "int8", "--ops", "pvary"], "no pvary of torch.int8"),
