@@ -18,6 +18,7 @@ from vma_twins import F64, LINE, Program, check, data, refused, zeros
 import meshcomm as mc
 from meshcomm.spmd.types import foreign_memory
 from meshcomm.spmd.types.checker import Checker
+from meshcomm.spmd.types.rules import at_once
 from meshcomm.spmd.types.rules.torch_rules import kind_of
 from meshcomm.spmd.types.seen_changes import AGAIN
 
@@ -377,6 +378,12 @@ def test_gradients_that_add_up() -> None:
 # ------------------------------------------------------------------------------------------------ again and again
 
 
+@pytest.fixture
+def nothing_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test before has left memory that numpy or another library has too: then nothing is remembered."""
+    monkeypatch.setattr(at_once, "lent", {})
+
+
 def written_again(kind: str | tuple[str, ...], *, leaf: bool) -> Tensor:
     """What was written into so often that it is known."""
     x = mc.mark_varying(torch.ones(4, requires_grad=leaf), kind)
@@ -390,6 +397,7 @@ def written_again(kind: str | tuple[str, ...], *, leaf: bool) -> Tensor:
     return x
 
 
+@pytest.mark.usefixtures("nothing_lent")
 def test_what_is_written_again_and_under_another_name_too() -> None:
     with mc.use_mesh(mc.make_mesh({"x": 1})), mc.check_vma(), torch.no_grad():
         x = written_again((), leaf=True)
@@ -400,6 +408,7 @@ def test_what_is_written_again_and_under_another_name_too() -> None:
             x.mul_(2.0)
 
 
+@pytest.mark.usefixtures("nothing_lent")
 def test_what_is_written_again_and_has_other_memory_meanwhile() -> None:
     with mc.use_mesh(mc.make_mesh({"x": 1})), mc.check_vma(), torch.no_grad():
         x = written_again("x", leaf=False)
