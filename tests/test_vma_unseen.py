@@ -420,6 +420,21 @@ def test_what_is_written_again_and_has_other_memory_meanwhile() -> None:
             y[0].item()
 
 
+@pytest.mark.usefixtures("nothing_lent")
+def test_what_is_written_again_and_under_a_name_with_a_count_of_its_own() -> None:
+    """What was seen of that is not forgotten when the first one is written again."""
+    with mc.use_mesh(mc.make_mesh({"x": 1})), mc.check_vma(), torch.no_grad():
+        x, one = written_again((), leaf=False), mc.mark_varying(torch.ones(4), ())
+        y = x.data
+        for _ in range(4):
+            torch.add(y, one, out=y)
+        v = y[0:2]
+        for _ in range(2):
+            torch.add(y, one, out=y)
+        x.add_(one)
+        assert [(each * 1.0)[0].item() for each in (x, y, v)] == [8.0] * 3
+
+
 def test_the_mode_is_found_in_its_own_class() -> None:
     """torch looks it up in one class after the other, at each operation."""
     assert "__torch_function__" in vars(Checker)

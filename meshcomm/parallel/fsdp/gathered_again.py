@@ -42,32 +42,13 @@ class Again:
         return self.buffers
 
 
-_DENSE = (Tensor, Parameter)
-
-
-def _pack_by(spans: list[Span]) -> Callable[[Tensor], tuple[Any, ...]]:
-    """What packs by these, as many as there are then: a closure, for it is called for all that autograd saves."""
-
-    def pack(x: Tensor) -> tuple[Any, ...]:
-        """A view of an open buffer as its place, anything else with its version."""
-        if spans and ((plain := type(x) in _DENSE) or _torch.is_without_memory(x)):
-            place = x.data_ptr() if plain else _torch.places_like(x)(x)
-            for span in spans:  # taken apart where it is that one, which it is for few
-                if span[0] <= place < span[1] and x.dtype == span[2]:
-                    return span[4], span[5], x.size(), x.stride(), (place - span[0]) // span[3]
-        # Autograd knows of whom it is the result; kept with that, a node would keep itself.
-        return None, x if x.is_leaf else x.detach(), x._version
-
-    return pack
-
-
 class _Here(threading.local):
     def __init__(self) -> None:
         self.open: list[Span] = []
-        self.pack = _pack_by(self.open)
 
 
 _here = _Here()
+_DENSE = (Tensor, Parameter)
 
 
 def open_places(again: Again, buffers: Sequence[Tensor]) -> None:
@@ -86,7 +67,19 @@ def close(again: Again) -> None:
     while spans and spans[-1][4] is again:  # as it is, but where an inner one was left open
         del spans[-1]
     if spans:
-        spans[:] = [span for span in spans if span[4] is not again]
+        _here.open = [span for span in spans if span[4] is not again]
+
+
+def _pack(x: Tensor) -> tuple[Any, ...]:
+    """A view of an open buffer as its place, anything else with its version."""
+    spans = _here.open
+    if spans and ((plain := type(x) in _DENSE) or _torch.is_without_memory(x)):
+        place = x.data_ptr() if plain else _torch.places_like(x)(x)
+        for span in spans:  # taken apart where it is that one, which it is for few
+            if span[0] <= place < span[1] and x.dtype == span[2]:
+                return span[4], span[5], x.size(), x.stride(), (place - span[0]) // span[3]
+    # Autograd knows of whom it is the result; kept with that, a node would keep itself.
+    return None, x if x.is_leaf else x.detach(), x._version
 
 
 def _unpack(saved: tuple[Any, ...]) -> Tensor:
@@ -111,7 +104,7 @@ def enter() -> torch.autograd.graph.saved_tensors_hooks | None:
     """
     if _torch.saved_hooks_on_top() is not None:
         return None
-    hooks = torch.autograd.graph.saved_tensors_hooks(_here.pack, _unpack)
+    hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
     hooks.__enter__()
     return hooks
 

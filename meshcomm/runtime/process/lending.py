@@ -96,7 +96,7 @@ class Segment:
     def part(self, nbytes: int, dtype: torch.dtype) -> Tensor:
         """The first bytes of what is lent, as elements. Kept until others are asked for: most calls are as the last."""
         known = self._part
-        if known is not None and known[0] == nbytes and known[1] is dtype:
+        if known is not None and known[0] == nbytes and known[1] is dtype and not _torch.functorch_active():
             return known[2]
         part = self.bytes[:nbytes].view(dtype)
         if _torch.plain_now() and not torch.is_inference_mode_enabled():

@@ -40,6 +40,7 @@ from meshcomm.runtime.transports.shared.differences import compare_given, differ
 from meshcomm.runtime.transports.shared.entry import NOBODY, Caller, Entry, Watch
 from meshcomm.runtime.transports.shared.lexicon import Meaning
 from meshcomm.runtime.transports.shared.mailbox import Mail
+from meshcomm.runtime.transports.shared.unread import Unread
 from meshcomm.runtime.transports.shared.waiting import AWAKE, Wait
 from meshcomm.runtime.transports.shared.words import (
     DIGEST,
@@ -357,13 +358,19 @@ class Call(Entry):
         self.fail(f"{found}: {what}" if found else what)
 
     def _borrow_unread(self, segments: dict[int, Segment]) -> None:
-        """What is lent to this rank, to return it; what is not may be lent for a later call by now."""
-        mail = self.mail
+        """What is lent to this rank, to return it; what is not may be lent for a later call by now. What those lend it
+        that have not come yet is returned at one of its next calls.
+        """
+        mail, absent = self.mail, []
         for i in mail.others:
             entry = None if i in segments else entry_of(mail.box(i), self.number)
             if entry is not None and is_lent_to(mail.index, entry):
                 with contextlib.suppress(OSError):
                     segments[i] = mail.borrow(entry, i)
+            elif entry is None and i not in segments:
+                absent.append(i)
+        if absent:
+            mail.dropped.append(Unread(mail, self.number, absent))
 
     def table_of(self, i: int) -> tuple[int, int]:
         """Where what index i has for this rank begins and ends, in what it lends."""

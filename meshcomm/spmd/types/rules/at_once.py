@@ -309,7 +309,7 @@ class AtOnce(Writes):
             return self._operation(kind, func, args, kwargs)
         result = func(*args, **kwargs) if kwargs else func(*args)
         after = version_of(x)
-        if (last := again.span) is not None:  # as saw does it
+        if (last := again.span) is not None and last[1] == before:  # as saw does it
             last[1] = again.at = after
             setattr(x, NOTED_AT, after)
         else:
