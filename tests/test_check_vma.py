@@ -358,5 +358,6 @@ def test_refused_under_error(name: str) -> None:
         with pytest.raises(mc.VaryingError, match=rf"{place}:\d+.*along 'dp', where others vary") as caught:
             mine(PROGRAMS[name], "error")
         assert "fix: mc.pvary(" in str(caught.value)
+        del caught  # a circle: torch 2.11 leaves the hooks of a checkpoint as long as what was raised in it is there
 
     mc.launch(refused, ranks=N)
