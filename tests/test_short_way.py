@@ -105,7 +105,7 @@ def functions_in_process(name: str) -> Counter[str]:
         "requires grad": lambda: mc.all_reduce(w, "a", mesh=mesh),
         "and backward": lambda: torch.autograd.grad(mc.all_reduce(w, "a", mesh=mesh), w, x),
     }[name]
-    return min([counted(call, "/meshcomm/") for _ in range(6)][2:], key=lambda seen: seen.total())
+    return min([counted(call, "/meshcomm/") for _ in range(16)][2:], key=lambda seen: seen.total())
 
 
 @pytest.mark.parametrize(
