@@ -380,8 +380,11 @@ def test_gradients_that_add_up() -> None:
 
 @pytest.fixture
 def nothing_lent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test before has left memory that numpy or another library has too: then nothing is remembered."""
+    """No test before has left memory that numpy or another library has too, or made a number that varies: then nothing
+    is remembered.
+    """
     monkeypatch.setattr(at_once, "lent", {})
+    monkeypatch.setattr(at_once.made, "any", False)
 
 
 def written_again(kind: str | tuple[str, ...], *, leaf: bool) -> Tensor:
