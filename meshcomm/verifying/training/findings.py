@@ -274,12 +274,12 @@ class Judge:
         kept, seen = [], ""
         for axes in choices:
             other = None if self.again is None else self.again.elsewhere(axes[0], number)
-            there = None
+            there, follows = None, factor
             if other is not None:
                 judge = Judge(self.twin, other[1], other[0])
                 there = judge._loss_factor(number) if what == "the loss" else judge._gradient_factor(number)
                 more = other[0][axes[0]] / self.sizes[axes[0]]
-            follows = factor if other is None else factor * (more if factor > 1 else 1 / more)
+                follows = factor * (more if factor > 1 else 1 / more)
             if other is None or there is None or compare.near_to(there, follows, self.near):
                 kept.append(axes)
             else:
