@@ -1,8 +1,9 @@
 """The least that fully sharded blocks are in Python over torch's own parts: the floor of the host's time.
 
 Per unit one raw gather, one node of autograd that parts it into parameters and packs their gradients, one raw
-reduce_scatter; weights that autograd saves are saved by place and gathered again. Nothing is checked, noted, told to
-others or gathered ahead, and nothing is right but this one step.
+reduce_scatter, and one node, the same in each pass, that gives each parameter, a slice of the shard, its gradient;
+weights that autograd saves are saved by place and gathered again. Nothing is checked, noted, told to others or gathered
+ahead, and nothing is right but this one step.
 """
 
 from __future__ import annotations
@@ -30,17 +31,30 @@ class Unit:
             for name, p in part._parameters.items()
             if p is not None and p in places
         ]
-        self.shapes = [torch.empty(p.shape) for p in params]
+        self.params, self.shapes = params, [torch.empty(p.shape) for p in params]
         ranks, self.total = dist.get_world_size(), sum(p.numel() for p in params)
         self.chunk = -(-self.total // ranks)
         self.zeros = torch.zeros(ranks * self.chunk - self.total)
         whole = torch.cat([*(p.detach().reshape(-1) for p in params), self.zeros])
-        self.shard = nn.Parameter(whole.chunk(ranks)[dist.get_rank()].clone())
-        self.flat = self.shard.detach()
+        self.flat = whole.chunk(ranks)[dist.get_rank()].clone()
+        self.widths = self.kept_of(params)
+        for p, piece in zip(params, self.flat.split_with_sizes(self.widths), strict=True):
+            p.data = piece
+        self.token: Tensor = _shards(self, *params)
         self.again: Tensor | None = None
         self.gradient: Tensor | None = None
         module.register_forward_pre_hook(self.before)
         module.register_forward_hook(self.after)
+
+    def kept_of(self, params: Sequence[nn.Parameter]) -> list[int]:
+        """How many elements of each this rank has; the last one has what is free behind it, too."""
+        first, last = dist.get_rank() * self.chunk, (dist.get_rank() + 1) * self.chunk
+        widths, start = [], 0
+        for p in params:
+            widths.append(max(0, min(start + p.numel(), last) - max(start, first)))
+            start += p.numel()
+        widths[-1] += self.chunk - sum(widths)
+        return widths
 
     def gathered(self) -> Tensor:
         """The buffer."""
@@ -52,7 +66,7 @@ class Unit:
     def before(self, *_: object) -> None:
         """Forward begins."""
         buffer, self.again = self.gathered(), None
-        views = _Weights.apply(_Shard.apply(self.shard, self), self, buffer)  # type: ignore[no-untyped-call]
+        views = _weights(self.token, self, buffer)
         for table, name, at, _ in self.sites:
             table[name] = views[at]
         first = buffer.data_ptr()
@@ -65,15 +79,17 @@ class Unit:
         _spans.pop()
 
 
-class _Shard(Function):
+class _Shards(Function):
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, unit: Unit) -> Tensor:
+    def forward(ctx: Any, unit: Unit, *_: Tensor) -> Tensor:
         ctx.unit = unit
-        return shard.new_empty(0)
+        return unit.flat.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
-        return ctx.unit.gradient.div_(dist.get_world_size()), None
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        unit: Unit = ctx.unit
+        assert unit.gradient is not None
+        return None, *unit.gradient.div_(dist.get_world_size()).split_with_sizes(unit.widths)
 
 
 class _Weights(Function):
@@ -93,12 +109,17 @@ class _Weights(Function):
         return packed.new_empty(0), None, None
 
 
+# Function.apply looks for torch.func first.
+_shards: Any = super(Function, _Shards).apply  # type: ignore[misc]
+_weights: Any = super(Function, _Weights).apply  # type: ignore[misc]
+
+
 def _pack(x: Tensor) -> tuple[Any, ...]:
     place = x.data_ptr()
     for first, last, unit in _spans:
         if first <= place < last:
             return unit, x.size(), x.stride(), (place - first) // 4
-    return None, x.detach(), x._version
+    return None, x if x.is_leaf else x.detach(), x._version
 
 
 def _unpack(saved: tuple[Any, ...]) -> Tensor:

@@ -225,6 +225,28 @@ def copied(p: Problem, xs: list[Tensor], out: Tensor | None = None) -> Tensor | 
     return source.clone() if out is None else out.copy_(source)
 
 
+def lent(p: Problem, x: Tensor) -> list[Tensor]:
+    """What the others read of this rank's tensor, which it has to write to where they can."""
+    if p.collective in ("reduce_scatter", "all_to_all") or (p.collective == "scatter" and p.is_root):
+        return [row for rank, row in enumerate(x.chunk(p.ranks)) if rank != p.rank]
+    if p.collective in ("reduce", "gather"):
+        return [] if p.is_root else [x]
+    if p.collective in ("broadcast", "scatter"):
+        return [x] if p.is_root else []
+    if p.collective == "send":
+        return [x] if sends(p) else []
+    return [] if p.collective == "permute" and mirrored(p) == p.rank else [x]
+
+
+def lent_and_copied(p: Problem, x: Tensor, room: Tensor, xs: list[Tensor], out: Tensor | None = None) -> Tensor | None:
+    """The same copies and sums as between processes: what the others read is written to ``room``, then as above."""
+    start = 0
+    for part in lent(p, x):
+        room[start : start + part.numel()].copy_(part)
+        start += part.numel()
+    return copied(p, xs, out)
+
+
 def summed(xs: list[Tensor], out: Tensor) -> Tensor:
     """One after the other, each into the same memory."""
     torch.add(xs[0], xs[1], out=out)

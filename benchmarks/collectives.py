@@ -14,9 +14,9 @@ all n shares together where a collective is cut over the n ranks. algbw is S / t
     all_gather, all_gather_invariant, reduce_scatter, all_to_all, gather, scatter      (n-1)/n
     broadcast, reduce, shift (nccl-tests' sendrecv), permute, send (to recv, in pairs)  1
 
-The floor is what a rank has to copy and sum for the result, done in its own memory: all ranks do so at the same time.
-What it leaves out: that a rank writes its input where the others can read it, that they read what another core has
-written, and that they meet.
+The floor is the same copies and sums in a rank's own memory: what it takes for the result, and between processes of one
+machine what the others read of its tensor, which it has to write to where they can. All ranks do so at the same time.
+What it leaves out: that they read what another core has written, and that they meet.
 From 1 MB on it goes to memory that has been touched before: fresh pages would take longer than all else. On gloo the
 last column says whether the line holds the budgets: over torch's call, and of 2 processes over the floor.
 #wrong is the number of elements, on all ranks, that differ from what each rank computes by itself.
@@ -54,7 +54,19 @@ from torch import Tensor
 import meshcomm as mc
 from benchmarks import bandwidth, plots
 from benchmarks.bandwidth import FACTORS, HEAD, SIDE, UNDER_HEAD, Row
-from benchmarks.calls import AXIS, EXACT, OURS, REDUCE_OPS, THEIRS, Problem, copied, count_wrong, expected, given
+from benchmarks.calls import (
+    AXIS,
+    EXACT,
+    OURS,
+    REDUCE_OPS,
+    THEIRS,
+    Problem,
+    copied,
+    count_wrong,
+    expected,
+    given,
+    lent_and_copied,
+)
 from benchmarks.common import (
     Budget,
     as_json,
@@ -210,7 +222,11 @@ def measure_one(collective: str, size: int, ranks: Ranks, options: Namespace) ->
     calls: list[Call] = [partial(kind, problem, x) for kind in kinds]
     if problem.op in ("none", "sum"):
         every = [given(replace(problem, rank=rank)) for rank in range(ranks.size)]
-        calls.append(partial(copied, problem, every, copied(problem, every) if size >= bandwidth.LARGE else None))
+        out = copied(problem, every) if size >= bandwidth.LARGE else None
+        if ranks.processes and ranks.device.type == "cpu":
+            calls.append(partial(lent_and_copied, problem, x, x.clone(), every, out))
+        else:
+            calls.append(partial(copied, problem, every, out))
     turns = take_turns(calls, ranks, *samples_of(options, ranks))
     floor = turns.pop()[0] if len(calls) > len(kinds) else None
     wrong = ranks.total([count_wrong(result, wanted) for _, result in turns])

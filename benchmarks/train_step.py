@@ -230,7 +230,8 @@ def bare_step(size: Size) -> Step:
             loss = model(x).square().mean()
         loss.backward()
         for unit in units:
-            unit.shard.grad = None
+            for parameter in unit.params:
+                parameter.grad = None
 
     return step
 
