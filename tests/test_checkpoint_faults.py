@@ -177,6 +177,9 @@ def test_a_damaged_file_changes_nothing(tmp_path: Path, sums: bool, size: int) -
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root mounts a small disk")
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # Python 3.13 tells of torch's own writer
 def test_a_full_disk_is_told_in_the_systems_words(tmp_path: Path) -> None:
     mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", tmp_path], capture_output=True, text=True)
     if mount.returncode:

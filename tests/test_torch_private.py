@@ -30,7 +30,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import meshcomm as mc
 from meshcomm import _torch
@@ -1065,6 +1065,27 @@ def test_name_saved_hooks_on_top() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         assert _torch.saved_hooks_on_top() == (pack, unpack)
     assert _torch.saved_hooks_on_top() is None
+
+
+def test_name_not_users() -> None:
+    """Warnings are errors here: torch 2.15 warns where a user's hooks are around a checkpoint that saves some results."""
+    seen: list[Tensor] = []
+    w, x = torch.ones(3, 3, requires_grad=True), torch.ones(3, requires_grad=True)
+
+    def pack(y: Tensor) -> Tensor:
+        seen.append(y)
+        return y
+
+    def saved(*_: Any, **__: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE
+
+    _torch.not_users(pack)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda y: y):
+        contexts = functools.partial(create_selective_checkpoint_contexts, saved)
+        y = checkpoint(lambda x: torch.sin(w @ x), x * 1, use_reentrant=False, context_fn=contexts)
+        (y * y).sum().backward()
+    assert any(each is y for each in seen)
+    assert torch.allclose(x.grad, (2 * torch.sin(w @ x) * torch.cos(w @ x)) @ w)
 
 
 class Table(dict[str, Any]):

@@ -245,7 +245,8 @@ def test_what_cannot_be_pickled_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         run_processes(fails_on, 2, (), {"rank": lock})
     monkeypatch.setattr(by_value, "cloudpickle", None)
     with pytest.raises(
-        MeshError, match="(?s)<lambda> cannot be sent.*Can't pickle.*pip install cloudpickle.*; or define"
+        MeshError,
+        match="(?s)<lambda> cannot be sent.*Can't (pickle|get local object).*pip install cloudpickle.*; or define",
     ):
         run_processes(lambda: 1, 2)
 

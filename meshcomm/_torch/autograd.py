@@ -24,6 +24,7 @@ __all__ = [
     "keeps_tensors",
     "leaves_of_graph",
     "nodes_of_graph",
+    "not_users",
     "plain_apply",
     "saved_hooks_on_top",
     "shortened",
@@ -184,6 +185,14 @@ def saved_hooks_on_top() -> tuple[Callable[..., Any], Callable[..., Any]] | None
         return _as_it_is, _as_it_is  # somebody may have some
     pair: Any = _hooks_on_top(True)
     return None if pair is None else (pair[0], pair[1])
+
+
+def not_users(pack: Callable[..., Any]) -> None:
+    """Make this saved-tensor hook known as no user's: torch 2.15 warns where those are around a selective checkpoint,
+    and will have them see what that saves. It is only put up where there are no others.
+    """
+    hook: Any = pack
+    hook._checkpoint_internal, hook._user_hooks = True, None
 
 
 def _as_it_is(x: Any) -> Any:

@@ -97,6 +97,9 @@ def _unpack(saved: tuple[Any, ...]) -> Tensor:
     return view
 
 
+_torch.not_users(_pack)
+
+
 def enter() -> torch.autograd.graph.saved_tensors_hooks | None:
     """Put the hooks up for :func:`leave` to take down; None where there are some.
 
