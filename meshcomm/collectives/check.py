@@ -179,8 +179,8 @@ def whole_number(value: object) -> bool:
 
 def checked_dim(where: str, x: Tensor, dim: int, axis: Axis, name: str = "dim") -> int:
     """``dim`` counted from the front."""
-    if dim.__class__ is int and 0 <= dim < x.ndim:  # dynamo cannot trace type() of what it was told is constant
-        return dim
+    if isinstance(dim, int) and dim is not True and dim is not False and 0 <= dim < x.ndim:
+        return dim + 0  # as an int: dynamo cannot trace type(), or __class__, of what it was told is constant
     if not whole_number(dim) or not -x.ndim <= dim < x.ndim:
         fix = f"an int from {-x.ndim} to {x.ndim - 1}" if x.ndim else "x has none: x.reshape(1)"
         explain(where, f"{name}={dim!r} is not a dim of x.", axis, x=x, fix=fix)
@@ -189,8 +189,8 @@ def checked_dim(where: str, x: Tensor, dim: int, axis: Axis, name: str = "dim") 
 
 def checked_index(where: str, value: int, axis: Axis, name: str) -> int:
     """An index along the axis."""
-    if value.__class__ is int and 0 <= value < axis.size:
-        return value
+    if isinstance(value, int) and value is not True and value is not False and 0 <= value < axis.size:
+        return value + 0
     if not whole_number(value) or not 0 <= value < axis.size:
         explain(
             where,
@@ -224,9 +224,9 @@ def slices(
     extra: str = ", or pass sizes=",
 ) -> int:
     """``dim`` of x, counted from the front, can be cut into the ranks' slices."""
-    if sizes is None and dim.__class__ is int and 0 <= dim < x.ndim and not x.shape[dim] % axis.size:
-        return dim
     place = checked_dim(where, x, dim, axis, name)
+    if sizes is None and not x.shape[place] % axis.size:
+        return place
     if sizes is not None:
         total(where, x, place, sizes, axis)
     else:
