@@ -353,13 +353,14 @@ class Mesh(Answers, Shown):
 
 
 class _Local(threading.local):
-    mesh: Mesh | None = None
-    within = -1
-    """The backward pass in which it became the current one, if it did in one."""
-    first = -1
-    """The key of the first mesh that was current in this thread."""
-    several = False
-    """Whether another one was, too: only then may a graph be of another mesh than the current one."""
+    def __init__(self) -> None:  # torch 2.11 compiles the attributes of the class in the place of a thread's own
+        self.mesh: Mesh | None = None
+        self.within = -1
+        """The backward pass in which it became the current one, if it did in one."""
+        self.first = -1
+        """The key of the first mesh that was current in this thread."""
+        self.several = False
+        """Whether another one was, too: only then may a graph be of another mesh than the current one."""
 
 
 _local = _Local()

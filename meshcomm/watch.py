@@ -52,11 +52,12 @@ class Watcher(Protocol):
 
 
 class _Here(threading.local):
-    watcher: Watcher | None = None
-    draws_along: frozenset[str] | None = None
-    """The axes along which random functions draw differently; None: all."""
-    draws_over: Any = None
-    """The mesh whose axes these are; None: the one that is checked."""
+    def __init__(self) -> None:  # torch 2.11 compiles the attributes of the class in the place of a thread's own
+        self.watcher: Watcher | None = None
+        self.draws_along: frozenset[str] | None = None
+        """The axes along which random functions draw differently; None: all."""
+        self.draws_over: Any = None
+        """The mesh whose axes these are; None: the one that is checked."""
 
 
 here = _Here()

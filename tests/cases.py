@@ -25,9 +25,12 @@ NUMBERS = (*FLOATS, *INTS, *COMPLEX)
 ORDERED = (*FLOATS, *INTS, torch.bool)
 
 
+OLD = torch.__version__.startswith("2.11.")
+
+
 def as_compiling(text: str) -> str:
     """What is said where this error comes up while torch compiles: 2.11 tells its kind alone."""
-    return rf"{text}|raised exception MeshError" if torch.__version__.startswith("2.11.") else text
+    return rf"{text}|raised exception MeshError" if OLD else text
 
 
 def grid(shape: Sequence[int]) -> dict[str, int]:

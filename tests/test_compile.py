@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BY_NAME, CASES, as_compiling, grid
+from cases import BY_NAME, CASES, OLD, as_compiling, grid
 from oracle import Oracle
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -392,6 +392,7 @@ def in_process(name: str) -> None:
     assert mc.all_reduce(torch.ones(()), "a", mesh=mesh).item() == 2.0
 
 
+@pytest.mark.skipif(OLD, reason="torch 2.11 may end the process where a thread compiles after an error in another one")
 @pytest.mark.parametrize("name", ["all_reduce", "pvary of a tree"])
 def test_in_process_ranks_refuse(name: str) -> None:
     mc.launch(in_process, ranks=2, args=(name,))

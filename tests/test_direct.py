@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import OLD
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -309,6 +310,7 @@ else:
 
 
 @pytest.mark.thorough
+@pytest.mark.skipif(OLD, reason="the fake backend of torch 2.11 leaves what a reduce_scatter gives unwritten")
 def test_who_looks_at_torch_s_operations_sees_those_of_collectives() -> None:
     """Else they go by another way, which is shorter."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", SEEN], capture_output=True, text=True, timeout=280)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import OLD
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -246,6 +247,7 @@ def _compare() -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.skipif(OLD, reason="the fake backend of torch 2.11 leaves what a reduce_scatter gives unwritten")
 def test_what_forward_keeps_stays() -> None:
     """Aliases of weights, in each mode, by a backend that gathers into memory that it is given."""
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=600, check=False)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import as_compiling
 from torch import Tensor
 
 import meshcomm as mc
@@ -121,7 +122,7 @@ def row_torch_distributed() -> None:
 
 
 def row_compiled() -> None:
-    caught(Exception, "torch.compile does not work on in-process ranks", mc.launch, compiled, ranks=2)
+    caught(Exception, as_compiling("torch.compile does not work on in-process ranks"), mc.launch, compiled, ranks=2)
     assert on_processes(compiled) == [[4.0, 4.0]] * 2
 
 

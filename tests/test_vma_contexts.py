@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from cases import OLD
 from test_check_vma import PROGRAMS, Scale
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 from vma_checks import (
     LINE,
-    OLD,
     I,
     N,
     V,

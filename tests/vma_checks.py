@@ -108,9 +108,6 @@ def compare(found: list[Any], expected: tuple[Tensor, Tensor, Tensor]) -> None:
         assert_close(of_w, gw)
 
 
-OLD = torch.__version__.startswith("2.11.")
-
-
 def sq(y: Tensor) -> Tensor:
     return y.sin().square().sum()
 

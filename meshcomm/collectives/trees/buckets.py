@@ -347,8 +347,10 @@ def _beside(parts: Sequence[Tensor], saves: bool) -> tuple[Tensor, bool]:
 
 
 def _adjacent(leaves: Sequence[Tensor]) -> bool:
-    """Whether each begins where the one before it ends, in one storage."""
+    """Whether each begins where the one before it ends, in one storage. What is traced has none."""
     first = leaves[0]
+    if _torch.kind_of(first) not in _SIMPLE:
+        return False
     at, storage = _torch.places_like(first), first.untyped_storage()
     place = at(first)
     end = place - first.storage_offset() * first.element_size() + storage.nbytes()

@@ -352,7 +352,8 @@ class _OfParameters(Layer):
             self.state.streams.cut()
         own = vars(self.module)
         table = own["_parameters"]
-        look: Callable[[str], Any] = getattr(table, "unseen", table.__getitem__)
+        seen = torch.compiler.is_compiling() or not hasattr(table, "unseen")  # compiled, a table gives what it has
+        look: Callable[[str], Any] = (lambda name: table[name]) if seen else table.unseen
         here = {name: look(name) for owner, name in self.state.varied if owner is self.module}
         names = [name for name, p in here.items() if p is not None]
         before = [here[name] for name in names]

@@ -154,7 +154,8 @@ class Parallel:
         values = {id(site.value): site.value for site in sites}
         once = {id(site.value) for site in sites if (site.module, site.name) in self.once}
         varied = self.vary(list(values.values()), [key in once for key in values])
-        self.placed = {id(x): x for x in varied}
+        numbers = range(len(varied)) if torch.compiler.is_compiling() else map(id, varied)
+        self.placed = dict(zip(numbers, varied, strict=True))
         try:
             with seen_as(sites, dict(zip(values, varied, strict=True))):
                 yield
@@ -205,13 +206,21 @@ class Parallel:
 
         ``once``: which of them count on one rank alone: on others they are zero, and so are their gradients.
         """
-        placed = self.placed or {}
-        rest = [p for p in params if id(p) not in placed]
-        done = dict(zip(map(id, rest), pvary(rest, self.name, mesh=self.mesh) if rest else [], strict=True))
-        for p, alone in zip(params, once, strict=True) if True in once else ():
-            if alone and id(p) in done:  # on all ranks, so that the order of backward is the same on all
-                done[id(p)] = _on_one_rank(done[id(p)], self.axis.own_place(done[id(p)]))
-        return [done.get(id(p), p) for p in params]
+        rest = [at for at, p in enumerate(params) if not self._is_placed(p)]
+        found = list(params)
+        for at, x in (
+            zip(rest, pvary([params[at] for at in rest], self.name, mesh=self.mesh), strict=True) if rest else ()
+        ):
+            # On all ranks, so that the order of backward is the same on all.
+            found[at] = _on_one_rank(x, self.axis.own_place(x)) if once and once[at] else x
+        return found
+
+    def _is_placed(self, p: Tensor) -> bool:
+        if not self.placed:
+            return False
+        if torch.compiler.is_compiling():  # torch 2.11 knows no id() of what was computed
+            return any(p is x for x in self.placed.values())
+        return id(p) in self.placed
 
     def cuts_sequence(self, said: bool | None = None) -> bool:
         """Whether activations are cut along the sequence, where the plan says so of a layer, or of all."""
