@@ -917,6 +917,33 @@ def test_a_rank_in_inference_mode_has_no_part_in_what_others_get(last: int) -> N
         assert rank == last or not any(found)
 
 
+def without_graphs_beside_inference_mode(last: int, numel: int) -> None:
+    """What one rank brings requires grad, and nobody's grad mode is on; the one that comes last is in inference mode."""
+    mesh, rows = mesh_of(4), numel // 4
+    leaf = torch.full((numel,), 2.0, requires_grad=mesh.rank == 1)
+    x, around = leaf * 1, ((mesh.rank + 1) % 4, (mesh.rank - 1) % 4)
+    with torch.inference_mode(mesh.rank == last), torch.no_grad():
+        found: list[Any] = [mc.all_reduce(x, "a", mesh=mesh), mc.all_gather(x, "a", mesh=mesh)]
+        found += [mc.reduce_scatter(x, "a", op="max", mesh=mesh), mc.all_to_all(x, "a", 0, 0, mesh=mesh)]
+        found += [mc.reduce(x, "a", mesh=mesh), mc.gather(x, "a", 1, mesh=mesh), mc.broadcast(x, "a", 1, mesh=mesh)]
+        found += [mc.scatter(x if mesh.rank == 1 else None, "a", 1, like=x.new_empty(rows), mesh=mesh)]
+        found += mc.exchange([(x, around[0])], [(around[1], (numel,), x.dtype)], "a", mesh=mesh)
+        found += mc.exchange([(x, around[0])], [(around[1], (numel,), x.dtype)], "a", mesh=mesh, async_op=True).wait()
+    numbers = [None if y is None else (y.numel(), y.unique().item()) for y in found]
+    reduced, gathered = ((numel, 8.0) if mesh.rank == 0 else None), ((4 * numel, 2.0) if mesh.rank == 1 else None)
+    kept, row = (numel, 2.0), (rows, 2.0)
+    assert numbers == [(numel, 8.0), (4 * numel, 2.0), row, kept, reduced, gathered, kept, row, kept, kept]
+    assert not any(y is not None and y.requires_grad for y in found)
+    assert mesh.rank == last or not any(y is not None and y.is_inference() for y in found)
+
+
+@pytest.mark.parametrize("numel", [8, 2**18], ids=["small", "in memory that was used before"])
+@pytest.mark.parametrize("last", [0, 3])
+def test_a_rank_in_inference_mode_makes_no_graphs_for_others(last: int, numel: int) -> None:
+    for _ in range(2):
+        mc.launch(without_graphs_beside_inference_mode, ranks=4, args=(last, numel))
+
+
 def trains_after_a_transform() -> None:
     mesh = mesh_of(2)
     x = torch.ones(2)
