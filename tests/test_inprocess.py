@@ -27,7 +27,7 @@ from torch.func import grad, jvp, vmap
 from torch.testing import assert_close
 
 import meshcomm as mc
-from meshcomm.runtime.transports.threads import meeting_link, meetings, numpy_state, scheduler, twister
+from meshcomm.runtime.transports.threads import meeting_link, meetings, numpy_state, random_state, scheduler, twister
 
 
 def mesh_of(n: int) -> mc.Mesh:
@@ -277,6 +277,40 @@ def draws_of_torch(meet: bool) -> list[float]:
     if meet:
         mc.barrier("a", mesh=mesh)
     return [*found, *torch.randn(3).tolist()]
+
+
+def draws_of_numpy(meet: bool) -> list[float]:
+    mesh = mesh_of(3)
+    found = []
+    for count in (1, 2, 700, 1):  # normal numbers are made in pairs: one of a pair is kept
+        found += [*np.random.randn(count).tolist(), float(np.random.rand()), float(np.random.standard_t(3))]
+        if meet:
+            mc.barrier("a", mesh=mesh)
+    state = np.random.get_state()
+    np.random.seed(mesh.rank)
+    found += [float(np.random.randn()), float(np.random.binomial(50, 0.4)), float(np.random.randint(2**31))]
+    if meet:
+        mc.barrier("a", mesh=mesh)
+    found += [float(np.random.randn())]
+    np.random.set_state(state)
+    if meet:
+        mc.barrier("a", mesh=mesh)
+    return [*found, float(np.random.randn())]
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_numpys_random_numbers_are_those_of_each_rank(copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert numpy_state.second_normal(np.random) is not None
+    if not copied:
+        monkeypatch.setattr(random_state, "_kept_by_numpy", None)
+    expected = mc.launch(draws_of_numpy, ranks=3, args=(False,))
+    for _ in range(2):
+        assert mc.launch(draws_of_numpy, ranks=3, args=(True,)) == expected
+
+
+def test_a_numpy_that_keeps_its_second_normal_number_elsewhere_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numpy_state, "_memory", lambda state, start: memoryview(bytearray(240))[start:])
+    assert numpy_state.second_normal.__wrapped__(np.random) is None
 
 
 @pytest.mark.parametrize("copied", [True, False])
