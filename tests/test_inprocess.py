@@ -6,6 +6,7 @@ import ast
 import contextlib
 import contextvars
 import inspect
+import io
 import os
 import pickle
 import random
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 import meshcomm as mc
@@ -202,6 +205,85 @@ def test_threads_are_traced_as_others_are() -> None:
     finally:
         threading.settrace(None)  # type: ignore[arg-type]
     assert {f"meshcomm rank {index}" for index in range(3)} <= seen
+
+
+# ---------------------------------------------------------------------------------------------- settings of the process
+
+
+def settings() -> dict[str, Any]:
+    kernels = torch.backends.cuda
+    return {
+        "warnings": warnings.filters[0], "all warnings": warnings.filters, "shown": warnings.showwarning,
+        "stdout": sys.stdout, "stderr": sys.stderr, "dtype": torch.empty(0).dtype,
+        "kernels": [kernels.flash_sdp_enabled(), kernels.math_sdp_enabled(), kernels.mem_efficient_sdp_enabled()],
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def filtered(action: Any) -> Iterator[None]:
+    with warnings.catch_warnings(record=action == "always"):
+        warnings.simplefilter(action)
+        yield
+
+
+SETTINGS: dict[str, Callable[[int], Any]] = {
+    "filters": lambda rank: filtered(["ignore", "always", "error"][rank]),
+    "filters alike": lambda rank: warnings.catch_warnings(),
+    "stdout": lambda rank: contextlib.redirect_stdout(io.StringIO()),
+    "stderr": lambda rank: contextlib.redirect_stderr(io.StringIO()),
+    "default dtype": lambda rank: default_dtype([torch.float64, torch.bfloat16, torch.float32][rank]),
+    "attention": lambda rank: sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH][rank]),
+}
+
+
+def within(name: str) -> None:
+    mesh, found = mesh_of(3), settings()
+    mc.barrier("a", mesh=mesh)
+    with SETTINGS[name](mesh.rank):
+        inside = settings()
+        for _ in range(2):
+            mc.barrier("a", mesh=mesh)
+            assert settings() == inside
+            assert warnings.filters is inside["all warnings"]
+    assert settings() == found
+    mc.barrier("a", mesh=mesh)
+    assert settings() == found
+    assert warnings.filters is found["all warnings"]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_rank_changes_settings_of_the_process_for_itself(name: str) -> None:
+    before = settings()
+    mc.launch(within, ranks=3, args=(name,))
+    assert settings() == before
+    assert warnings.filters is before["all warnings"]
+
+
+def fails_within(name: str) -> None:
+    mesh = mesh_of(3)
+    with SETTINGS[name](mesh.rank):
+        mc.barrier("a", mesh=mesh)
+        if mesh.rank == 1:
+            raise ValueError("rank 1")
+        mc.barrier("a", mesh=mesh)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_the_process_after_an_error_are_the_callers(name: str) -> None:
+    before = settings()
+    with pytest.raises(ValueError, match="rank 1"):
+        mc.launch(fails_within, ranks=3, args=(name,))
+    assert settings() == before
 
 
 # ----------------------------------------------------------------------------------------------------- random states

@@ -25,6 +25,7 @@ from meshcomm.runtime.callsite import hinted
 from meshcomm.runtime.pending import TimedOutError
 from meshcomm.runtime.process import accelerator, forks, inside
 from meshcomm.runtime.transports.threads.random_state import RandomState
+from meshcomm.runtime.transports.threads.settings import Settings, settings_now, settle
 from meshcomm.runtime.transports.threads.shared_leaves import SharedLeaves
 from meshcomm.runtime.transports.threads.surroundings import (
     Modes,
@@ -96,6 +97,7 @@ class Rank:
         self.random = random
         self.forward_ad = (-1, 0)
         self.anomaly = anomaly
+        self.settings: Settings | None = None
         self.waits_for: Waited | None = None
         self.patience: float | None = None  # seconds, where it does not wait for ever
         self.timed_out = False
@@ -110,8 +112,8 @@ class Rank:
         self.made: dict[Any, int] = {}  # how many meshes of a kind
 
     def load(self) -> None:
-        """It goes on: put its random state back, and exchange with the rank that ran before what else torch has one of,
-        the level of forward mode and whether autograd looks for anomalies.
+        """It goes on: put its random state back, and exchange with the rank that ran before what else there is one of:
+        settings of the process, the level of forward mode and whether autograd looks for anomalies.
         """
         world = self.world
         if world.streams is not None:
@@ -119,8 +121,12 @@ class Rank:
         self.random.load()
         before, world.in_place = world.in_place, self
         levels, anomaly = set_forward_ad_state(self.forward_ad), _anomaly() if is_anomaly_enabled() else None
+        settings = settings_now()
         if before is not None:
-            before.forward_ad, before.anomaly = levels, anomaly
+            before.forward_ad, before.anomaly, before.settings = levels, anomaly, settings
+        mine = self.settings or world.settings
+        if mine[0] is not settings[0] or mine != settings:  # two lists of filters may be alike
+            settle(mine, settings)
         if anomaly is not self.anomaly:
             _set_anomaly(self.anomaly)
 
@@ -186,6 +192,8 @@ class World:
         seed = torch.initial_seed()
         make, anomaly = state or (lambda index: RandomState(seed, index)), _anomaly()
         self.limit = limit
+        self.settings: Settings = ()
+        """The caller's, with which each rank begins."""
         self.leaves = None if share else SharedLeaves()
         self.watchful = limit is not None
         """Whether there is more to check than whether another rank has failed, or written what others share."""
@@ -213,7 +221,7 @@ class World:
         threads: list[_Thread] = []
         for rank in self.ranks:
             threads.append(_Thread(rank.index, self._live, rank, body, modes, setups, threads[-1] if threads else None))
-        outside, anomaly = RandomState(), _anomaly()
+        outside, anomaly, self.settings = RandomState(), _anomaly(), settings_now()
         if not _running.acquire(blocking=False):
             fail(
                 "launch",
@@ -233,6 +241,7 @@ class World:
                 self.streams.enter()
             outside.load()
             _set_anomaly(anomaly)
+            settle(self.settings, settings_now())
             _running.release()
         for rank, thread in zip(self.ranks, threads, strict=True):
             if rank.over:
