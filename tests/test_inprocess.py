@@ -913,6 +913,56 @@ def test_a_launch_works_after_one_that_failed() -> None:
     assert mc.launch(lambda: mc.all_reduce(torch.ones(()), "a", mesh=mesh_of(4)).item(), ranks=4) == [4.0] * 4
 
 
+class Interrupted:
+    """A lock: Ctrl-C comes when it has just been taken, and the second time nobody is left who could release it."""
+
+    def __init__(self, lock: threading.Lock, times: int = 0) -> None:
+        self.lock, self.times, self.release = lock, times, lock.release
+
+    def acquire(self) -> None:
+        assert self.lock.acquire(timeout=10), "nobody releases it"
+        self.times += 1
+        if self.times == 1:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_that_comes_together_with_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = scheduler.World.run
+
+    def run(world: Any, *args: Any) -> Any:
+        world._ended = Interrupted(world._ended)
+        return made(world, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.World, "run", run)
+        with pytest.raises(KeyboardInterrupt):
+            mc.launch(lambda: mc.barrier("a", mesh=mesh_of(3)), ranks=3)
+    assert mc.launch(lambda: mesh_of(2).rank, ranks=2) == [0, 1]
+
+
+def test_an_interrupt_while_the_threads_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def main() -> None:
+        while True:
+            mc.barrier("a", mesh=mesh_of(3))
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            mc.launch(main, ranks=3)
+    for thread in threading.enumerate():
+        if thread.name.startswith("meshcomm rank"):
+            thread.join(10)
+            assert not thread.is_alive()
+    assert mc.launch(lambda: mesh_of(2).rank, ranks=2) == [0, 1]
+
+
 # ------------------------------------------------------------------------------------------- what the ranks take over
 
 

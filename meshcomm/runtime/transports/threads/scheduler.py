@@ -40,6 +40,8 @@ _LOOKS = 1000
 """How often each rank may look whether something is done, or run out of time, before that is a deadlock."""
 _TOLD_AFTER = 300.0
 """Seconds of others' time-outs after which who waits without one is told, as among processes: they may repeat them."""
+_STARTS = 1.0
+"""Seconds within which a thread begins to run that was started."""
 _DEADLOCK_FIX = "  fix: every rank of an axis must make the same calls on it in the same order"
 
 
@@ -210,6 +212,7 @@ class World:
         self.idle = 0  # looks and time-outs since a rank last did something that others may have waited for
         self._ended = threading.Lock()
         self._ended.acquire()
+        self._is_at_end = False
 
     # ------------------------------------------------------------------------------------------- for the caller
 
@@ -234,8 +237,7 @@ class World:
                 self._end = time.monotonic() + self.limit.total_seconds()
             with _torch.forward_ad_shared(), self._watched(), on_one_core():
                 self._ready.popleft().turn.release()
-                threads[-1].start()  # and each starts the one before it
-                self._await_end()
+                self._await_end(threads[-1])
         finally:
             if self.streams is not None:
                 self.streams.enter()
@@ -269,12 +271,18 @@ class World:
             return contextlib.nullcontext()
         return self.leaves.watched(lambda: None if local.rank is None else local.rank.index)
 
-    def _await_end(self) -> None:
+    def _await_end(self, last: _Thread) -> None:
+        """Start the thread of the last rank, each of which starts the one before it, and wait until all have ended."""
         try:
+            last.start()
             self._ended.acquire()
         except BaseException:  # Ctrl-C: the rank that runs is stopped at its next collective, then the others
             self.cancelled = True
-            self._ended.acquire()
+            end = time.monotonic() + _STARTS
+            while last.ident is None and time.monotonic() < end:  # it may be on its way
+                time.sleep(1e-3)
+            if last.ident is not None and not self._is_at_end:  # else they have, and the lock may be taken already
+                self._ended.acquire()
             raise
 
     @staticmethod
@@ -436,6 +444,7 @@ class World:
             self.streams.leave()
         self.idle = 0
         after = self._next()
+        self._is_at_end = after is None
         (self._ended if after is None else after.turn).release()
 
 
