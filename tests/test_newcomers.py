@@ -272,3 +272,19 @@ def test_what_was_replaced_in_a_sharded_module_is_named(how: str, grads: Any, gr
 
     for found in mc.launch(main, ranks=2):
         assert "was replaced or removed after fully_shard" in found
+
+
+@pytest.mark.parametrize("how", ["whole", "data", "tied"])
+def test_no_state_is_made_of_what_was_replaced(how: str) -> None:
+    def main() -> None:
+        with mc.use_mesh(MESH):
+            model = fully_shard(Model(), "dp", grads="mean")
+            model.down.weight = nn.Parameter(torch.ones(6, 4)) if how == "whole" else model.down.weight
+            if how == "data":
+                model.down.weight.data = torch.arange(24.0).view(6, 4)
+            elif how == "tied":
+                model.head.bias = model.down.weight
+            with pytest.raises(mc.MeshError, match="a parameter was replaced after it was cut"):
+                mc.parallel.full_state_dict(model)
+
+    mc.launch(main, ranks=2)
