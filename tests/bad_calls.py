@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -91,6 +92,19 @@ def plain(function: str, cause: str, call: Callable[[], Any], text: str, **more:
 
 def x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(shape, dtype=dtype)
+
+
+def in_vmap(call: Callable[[Tensor], object]) -> object:
+    return torch.func.vmap(lambda x: (call(x), x)[1])(torch.ones(2, 4))
+
+
+def in_jvp(call: Callable[[Tensor], object]) -> object:
+    return torch.func.jvp(lambda x: (call(x), x)[1], (torch.ones(4),), (torch.ones(4),))
+
+
+def in_dual_level(call: Callable[[Tensor], object]) -> object:
+    with forward_ad.dual_level():
+        return call(forward_ad.make_dual(torch.ones(4), torch.ones(4)))
 
 
 def needs_gradient() -> Tensor:
@@ -355,9 +369,15 @@ bad("broadcast", "src of None", lambda h: mc.broadcast(x(2), "a", src=None), r"s
 
 bad("reduce", "dst beyond the axis", lambda h: mc.reduce(x(2), ("a", "b"), dst=4), r"dst=4 is not an index along axis \('a', 'b'\)")
 bad("reduce", "needs a gradient", lambda h: mc.reduce(needs_gradient(), "a"), r"x requires grad, and this function has no backward[\s\S]*fix: use all_reduce; or pass x.detach")
+bad("reduce", "of a batch", lambda h: in_vmap(lambda x: mc.reduce(x, "a")), r"x is batched by torch.func.vmap, and this function has no rule for that")
+bad("reduce", "has a tangent", lambda h: in_jvp(lambda x: mc.reduce(x, "a")), r"x has a tangent, and this function has no forward mode")
+bad("reduce", "has a tangent in a dual level", lambda h: in_dual_level(lambda x: mc.reduce(x, "a")), r"x has a tangent, and this function has no forward mode[\s\S]*; or pass x.detach")
 bad("reduce", "the product of bool", lambda h: mc.reduce(x(2).bool(), "a", op="product"), r"op 'product' is not defined for torch.bool")
 bad("gather", "dst of text", lambda h: mc.gather(x(2), "a", dst="0"), r"dst='0' is not an index")
 bad("gather", "needs a gradient", lambda h: mc.gather(needs_gradient(), "a"), r"x requires grad[\s\S]*fix: use all_gather; or")
+bad("gather", "of a batch", lambda h: in_vmap(lambda x: mc.gather(x, "a")), r"x is batched by torch.func.vmap, and this function has no rule for that")
+bad("gather", "has a tangent", lambda h: in_jvp(lambda x: mc.gather(x, "a")), r"x has a tangent, and this function has no forward mode")
+bad("gather", "has a tangent in a dual level", lambda h: in_dual_level(lambda x: mc.gather(x, "a")), r"x has a tangent, and this function has no forward mode[\s\S]*; or pass x.detach")
 bad("scatter", "src beyond the axis", lambda h: mc.scatter(None, "a", src=2), r"src=2 is not an index")
 bad("scatter", "later without like", lambda h: mc.scatter(None, "a", async_op=True), r"async_op=True without like=[\s\S]*fix: pass like= on all ranks")
 bad("scatter", "like is a shape", lambda h: mc.scatter(None, "a", src=h.other, like=(2,)), r"like is not a tensor but tuple")
@@ -368,6 +388,9 @@ bad("scatter", "does not divide", lambda h: mc.scatter(None if h.a else x(3), "a
 bad("send", "to oneself", lambda h: mc.send(x(2), "a", h.a), r"index \d is this rank itself[\s\S]*use exchange")
 bad("send", "dst beyond the axis", lambda h: mc.send(x(2), "a", 2), r"dst=2 is not an index")
 bad("send", "needs a gradient", lambda h: mc.send(needs_gradient(), "a", h.other), r"x requires grad[\s\S]*fix: use permute or shift; or")
+bad("send", "of a batch", lambda h: in_vmap(lambda x: mc.send(x, "a", h.other)), r"x is batched by torch.func.vmap, and this function has no rule for that")
+bad("send", "has a tangent", lambda h: in_jvp(lambda x: mc.send(x, "a", h.other)), r"x has a tangent, and this function has no forward mode")
+bad("send", "has a tangent in a dual level", lambda h: in_dual_level(lambda x: mc.send(x, "a", h.other)), r"x has a tangent, and this function has no forward mode[\s\S]*; or pass x.detach")
 bad("send", "a negative tag", lambda h: mc.send(x(2), "a", h.other, tag=-1), r"tag=-1 is not a tag[\s\S]*2\*\*30 - 1")
 bad("send", "a tag too large", lambda h: mc.send(x(2), "a", h.other, tag=2**30), r"tag=1073741824 is not a tag")
 bad("recv", "from oneself", lambda h: mc.recv("a", h.a, shape=(), dtype=torch.float32), r"index \d is this rank itself")
@@ -388,6 +411,9 @@ bad("exchange", "to oneself unmet", lambda h: mc.exchange([(x(2), h.a, 5)], [], 
 bad("exchange", "from oneself unmet", lambda h: mc.exchange([], [(h.a, (2,), torch.float32)], "a"), r"to itself nothing is sent with tag 0")
 bad("exchange", "another shape from oneself", lambda h: mc.exchange([(x(3), h.a)], [(h.a, (2,), torch.float32)], "a"), r"f32\[3\] is sent with tag 0, f32\[2\] expected")
 bad("exchange", "needs a gradient", lambda h: mc.exchange([(needs_gradient(), h.other)], [], "a"), r"x requires grad[\s\S]*permute or")
+bad("exchange", "of a batch", lambda h: in_vmap(lambda x: mc.exchange([(x, h.other)], [], "a")), r"x is batched by torch.func.vmap, and this function has no rule for that")
+bad("exchange", "has a tangent", lambda h: in_jvp(lambda x: mc.exchange([(x, h.other)], [], "a")), r"x has a tangent, and this function has no forward mode")
+bad("exchange", "has a tangent in a dual level", lambda h: in_dual_level(lambda x: mc.exchange([(x, h.other)], [], "a")), r"x has a tangent, and this function has no forward mode[\s\S]*; or pass x.detach")
 bad("barrier", "a time-out of 0", lambda h: mc.barrier("a", 0), r"timeout must be a positive number of seconds")
 bad("barrier", "a time-out of NaN", lambda h: mc.barrier("a", nan), r"timeout must be a positive[\s\S]*got: nan")
 bad("barrier", "a time-out without end", lambda h: mc.barrier("a", inf), r"timeout must be a positive[\s\S]*got: inf")

@@ -539,3 +539,37 @@ def refused() -> None:
 
 def test_what_does_not_go_into_one_graph(pool2: Any) -> None:
     pool2.run(refused)
+
+
+def broken_at_backward() -> dict[str, Tensor]:
+    """Steps of batches of two lengths, whose backward runs between two graphs."""
+    mesh = mc.make_mesh({"fsdp": 2})
+    model = fully_shard(stack(), "fsdp", grads="mean", units=["0", "1"], mesh=mesh)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager")
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    rows = torch.randn(12, WIDTH, dtype=F64, generator=torch.Generator().manual_seed(3))
+    for batch in (rows[:8], rows[8:], rows[:10]):
+        step(mc.shard(batch, "fsdp", mesh=mesh))
+        sgd.step()
+        sgd.zero_grad()
+    return full_state_dict(model)
+
+
+def test_a_step_whose_graph_breaks_at_backward(pool2: Any) -> None:
+    """Nothing of the library's is traced there."""
+    alone = stack()
+    sgd = torch.optim.SGD(alone.parameters(), lr=0.1)
+    rows = torch.randn(12, WIDTH, dtype=F64, generator=torch.Generator().manual_seed(3))
+    for batch in (rows[:8], rows[8:], rows[:10]):
+        alone(batch).square().mean().backward()
+        sgd.step()
+        sgd.zero_grad()
+    for found in pool2.run(broken_at_backward):
+        assert_close(found, alone.state_dict(), rtol=1e-12, atol=1e-12)

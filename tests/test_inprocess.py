@@ -6,6 +6,7 @@ import ast
 import contextlib
 import contextvars
 import inspect
+import io
 import os
 import pickle
 import random
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,10 +26,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 import meshcomm as mc
-from meshcomm.runtime.transports.threads import meeting_link, meetings, numpy_state, scheduler, twister
+from meshcomm.runtime.transports.threads import meeting_link, meetings, numpy_state, random_state, scheduler, twister
 
 
 def mesh_of(n: int) -> mc.Mesh:
@@ -204,6 +207,85 @@ def test_threads_are_traced_as_others_are() -> None:
     assert {f"meshcomm rank {index}" for index in range(3)} <= seen
 
 
+# ---------------------------------------------------------------------------------------------- settings of the process
+
+
+def settings() -> dict[str, Any]:
+    kernels = torch.backends.cuda
+    return {
+        "warnings": warnings.filters[0], "all warnings": warnings.filters, "shown": warnings.showwarning,
+        "stdout": sys.stdout, "stderr": sys.stderr, "dtype": torch.empty(0).dtype,
+        "kernels": [kernels.flash_sdp_enabled(), kernels.math_sdp_enabled(), kernels.mem_efficient_sdp_enabled()],
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def filtered(action: Any) -> Iterator[None]:
+    with warnings.catch_warnings(record=action == "always"):
+        warnings.simplefilter(action)
+        yield
+
+
+SETTINGS: dict[str, Callable[[int], Any]] = {
+    "filters": lambda rank: filtered(["ignore", "always", "error"][rank]),
+    "filters alike": lambda rank: warnings.catch_warnings(),
+    "stdout": lambda rank: contextlib.redirect_stdout(io.StringIO()),
+    "stderr": lambda rank: contextlib.redirect_stderr(io.StringIO()),
+    "default dtype": lambda rank: default_dtype([torch.float64, torch.bfloat16, torch.float32][rank]),
+    "attention": lambda rank: sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH][rank]),
+}
+
+
+def within(name: str) -> None:
+    mesh, found = mesh_of(3), settings()
+    mc.barrier("a", mesh=mesh)
+    with SETTINGS[name](mesh.rank):
+        inside = settings()
+        for _ in range(2):
+            mc.barrier("a", mesh=mesh)
+            assert settings() == inside
+            assert warnings.filters is inside["all warnings"]
+    assert settings() == found
+    mc.barrier("a", mesh=mesh)
+    assert settings() == found
+    assert warnings.filters is found["all warnings"]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_rank_changes_settings_of_the_process_for_itself(name: str) -> None:
+    before = settings()
+    mc.launch(within, ranks=3, args=(name,))
+    assert settings() == before
+    assert warnings.filters is before["all warnings"]
+
+
+def fails_within(name: str) -> None:
+    mesh = mesh_of(3)
+    with SETTINGS[name](mesh.rank):
+        mc.barrier("a", mesh=mesh)
+        if mesh.rank == 1:
+            raise ValueError("rank 1")
+        mc.barrier("a", mesh=mesh)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_the_process_after_an_error_are_the_callers(name: str) -> None:
+    before = settings()
+    with pytest.raises(ValueError, match="rank 1"):
+        mc.launch(fails_within, ranks=3, args=(name,))
+    assert settings() == before
+
+
 # ----------------------------------------------------------------------------------------------------- random states
 
 
@@ -277,6 +359,40 @@ def draws_of_torch(meet: bool) -> list[float]:
     if meet:
         mc.barrier("a", mesh=mesh)
     return [*found, *torch.randn(3).tolist()]
+
+
+def draws_of_numpy(meet: bool) -> list[float]:
+    mesh = mesh_of(3)
+    found = []
+    for count in (1, 2, 700, 1):  # normal numbers are made in pairs: one of a pair is kept
+        found += [*np.random.randn(count).tolist(), float(np.random.rand()), float(np.random.standard_t(3))]
+        if meet:
+            mc.barrier("a", mesh=mesh)
+    state = np.random.get_state()
+    np.random.seed(mesh.rank)
+    found += [float(np.random.randn()), float(np.random.binomial(50, 0.4)), float(np.random.randint(2**31))]
+    if meet:
+        mc.barrier("a", mesh=mesh)
+    found += [float(np.random.randn())]
+    np.random.set_state(state)
+    if meet:
+        mc.barrier("a", mesh=mesh)
+    return [*found, float(np.random.randn())]
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_numpys_random_numbers_are_those_of_each_rank(copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert numpy_state.second_normal(np.random) is not None
+    if not copied:
+        monkeypatch.setattr(random_state, "_kept_by_numpy", None)
+    expected = mc.launch(draws_of_numpy, ranks=3, args=(False,))
+    for _ in range(2):
+        assert mc.launch(draws_of_numpy, ranks=3, args=(True,)) == expected
+
+
+def test_a_numpy_that_keeps_its_second_normal_number_elsewhere_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numpy_state, "_memory", lambda state, start: memoryview(bytearray(240))[start:])
+    assert numpy_state.second_normal.__wrapped__(np.random) is None
 
 
 @pytest.mark.parametrize("copied", [True, False])
@@ -797,6 +913,56 @@ def test_a_launch_works_after_one_that_failed() -> None:
     assert mc.launch(lambda: mc.all_reduce(torch.ones(()), "a", mesh=mesh_of(4)).item(), ranks=4) == [4.0] * 4
 
 
+class Interrupted:
+    """A lock: Ctrl-C comes when it has just been taken, and the second time nobody is left who could release it."""
+
+    def __init__(self, lock: threading.Lock, times: int = 0) -> None:
+        self.lock, self.times, self.release = lock, times, lock.release
+
+    def acquire(self) -> None:
+        assert self.lock.acquire(timeout=10), "nobody releases it"
+        self.times += 1
+        if self.times == 1:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_that_comes_together_with_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = scheduler.World.run
+
+    def run(world: Any, *args: Any) -> Any:
+        world._ended = Interrupted(world._ended)
+        return made(world, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.World, "run", run)
+        with pytest.raises(KeyboardInterrupt):
+            mc.launch(lambda: mc.barrier("a", mesh=mesh_of(3)), ranks=3)
+    assert mc.launch(lambda: mesh_of(2).rank, ranks=2) == [0, 1]
+
+
+def test_an_interrupt_while_the_threads_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def main() -> None:
+        while True:
+            mc.barrier("a", mesh=mesh_of(3))
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            mc.launch(main, ranks=3)
+    for thread in threading.enumerate():
+        if thread.name.startswith("meshcomm rank"):
+            thread.join(10)
+            assert not thread.is_alive()
+    assert mc.launch(lambda: mesh_of(2).rank, ranks=2) == [0, 1]
+
+
 # ------------------------------------------------------------------------------------------- what the ranks take over
 
 
@@ -915,6 +1081,33 @@ def beside_one_in_inference_mode(last: int) -> list[bool]:
 def test_a_rank_in_inference_mode_has_no_part_in_what_others_get(last: int) -> None:
     for rank, found in enumerate(mc.launch(beside_one_in_inference_mode, ranks=4, args=(last,))):
         assert rank == last or not any(found)
+
+
+def without_graphs_beside_inference_mode(last: int, numel: int) -> None:
+    """What one rank brings requires grad, and nobody's grad mode is on; the one that comes last is in inference mode."""
+    mesh, rows = mesh_of(4), numel // 4
+    leaf = torch.full((numel,), 2.0, requires_grad=mesh.rank == 1)
+    x, around = leaf * 1, ((mesh.rank + 1) % 4, (mesh.rank - 1) % 4)
+    with torch.inference_mode(mesh.rank == last), torch.no_grad():
+        found: list[Any] = [mc.all_reduce(x, "a", mesh=mesh), mc.all_gather(x, "a", mesh=mesh)]
+        found += [mc.reduce_scatter(x, "a", op="max", mesh=mesh), mc.all_to_all(x, "a", 0, 0, mesh=mesh)]
+        found += [mc.reduce(x, "a", mesh=mesh), mc.gather(x, "a", 1, mesh=mesh), mc.broadcast(x, "a", 1, mesh=mesh)]
+        found += [mc.scatter(x if mesh.rank == 1 else None, "a", 1, like=x.new_empty(rows), mesh=mesh)]
+        found += mc.exchange([(x, around[0])], [(around[1], (numel,), x.dtype)], "a", mesh=mesh)
+        found += mc.exchange([(x, around[0])], [(around[1], (numel,), x.dtype)], "a", mesh=mesh, async_op=True).wait()
+    numbers = [None if y is None else (y.numel(), y.unique().item()) for y in found]
+    reduced, gathered = ((numel, 8.0) if mesh.rank == 0 else None), ((4 * numel, 2.0) if mesh.rank == 1 else None)
+    kept, row = (numel, 2.0), (rows, 2.0)
+    assert numbers == [(numel, 8.0), (4 * numel, 2.0), row, kept, reduced, gathered, kept, row, kept, kept]
+    assert not any(y is not None and y.requires_grad for y in found)
+    assert mesh.rank == last or not any(y is not None and y.is_inference() for y in found)
+
+
+@pytest.mark.parametrize("numel", [8, 2**18], ids=["small", "in memory that was used before"])
+@pytest.mark.parametrize("last", [0, 3])
+def test_a_rank_in_inference_mode_makes_no_graphs_for_others(last: int, numel: int) -> None:
+    for _ in range(2):
+        mc.launch(without_graphs_beside_inference_mode, ranks=4, args=(last, numel))
 
 
 def trains_after_a_transform() -> None:

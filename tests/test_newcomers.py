@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 import meshcomm as mc
 from meshcomm.parallel import data_parallel, fully_shard, tensor_parallel
@@ -209,5 +210,81 @@ def test_a_later_adaptor_knows_them() -> None:
             adam = torch.optim.AdamW(model.parameters())
             model(torch.ones(3, 4)).sum().backward()
             adam.step()
+
+    mc.launch(main, ranks=2)
+
+
+class Unwilling(nn.Module):
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        raise ValueError("this one is not to be copied")
+
+
+@pytest.mark.parametrize("adaptor", ADAPTORS)
+def test_a_copy_that_was_never_finished_is_in_nobodys_way(adaptor: Any) -> None:
+    def main() -> None:
+        with mc.use_mesh(MESH):
+            model = adaptor(Model(), "dp", grads="mean")
+            model.last = Unwilling()
+            with pytest.raises(ValueError, match="not to be copied") as kept:
+                copy.deepcopy(model)
+            adam = torch.optim.AdamW(model.parameters())
+            for _ in range(2):
+                model(torch.ones(3, 4)).sum().backward()
+                mc.parallel.clip_grad_norm(model, 1.0)
+                adam.step()
+            del kept
+
+    mc.launch(main, ranks=2)
+
+
+# -------------------------------------------------------------------------------- what goes, and what is put in its place
+
+
+def of_another_length(model: Model) -> None:
+    model.down.weight.data = torch.ones(4, 4)
+
+
+REPLACED: dict[str, Callable[[Model], object]] = {
+    "removed": lambda model: model.down.register_parameter("bias", None) if delattr(model.down, "bias") is None else 0,
+    "None": lambda model: setattr(model.down, "bias", None),
+    "whole": lambda model: setattr(model.down, "weight", nn.Parameter(torch.ones(4, 4))),
+    "whole on one rank": lambda model: setattr(model.head, "bias", nn.Parameter(torch.ones(2))),
+    "parametrized": lambda model: register_parametrization(model.down, "weight", nn.Identity()),
+    "data": of_another_length,
+    "tied": lambda model: setattr(model.head, "bias", model.down.weight),
+}
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("grads", ["mean", "sum"])
+@pytest.mark.parametrize("how", REPLACED)
+def test_what_was_replaced_in_a_sharded_module_is_named(how: str, grads: Any, gradients: bool) -> None:
+    def main() -> str:
+        with mc.use_mesh(MESH), torch.set_grad_enabled(gradients):
+            model = Model()
+            fully_shard(model.down, "dp", grads=grads)
+            fully_shard(model, "dp", grads=grads)
+            model(torch.ones(3, 4))
+            REPLACED[how](model)
+            with pytest.raises((mc.MeshError, mc.CommError)) as caught:
+                model(torch.ones(3, 4))
+            return str(caught.value)
+
+    for found in mc.launch(main, ranks=2):
+        assert "was replaced or removed after fully_shard" in found
+
+
+@pytest.mark.parametrize("how", ["whole", "data", "tied"])
+def test_no_state_is_made_of_what_was_replaced(how: str) -> None:
+    def main() -> None:
+        with mc.use_mesh(MESH):
+            model = fully_shard(Model(), "dp", grads="mean")
+            model.down.weight = nn.Parameter(torch.ones(6, 4)) if how == "whole" else model.down.weight
+            if how == "data":
+                model.down.weight.data = torch.arange(24.0).view(6, 4)
+            elif how == "tied":
+                model.head.bias = model.down.weight
+            with pytest.raises(mc.MeshError, match="a parameter was replaced after it was cut"):
+                mc.parallel.full_state_dict(model)
 
     mc.launch(main, ranks=2)

@@ -757,3 +757,65 @@ def test_the_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setattr(sys, "argv", ["transformer_basics.py"])
     runpy.run_path(str(EXAMPLES / "transformer_basics.py"), run_name="__main__")
     assert "those of one rank, and so are all parameters" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------- what has entered before
+
+
+class Pair(nn.Module):
+    """Two layers take the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate = nn.Linear(D, 2 * D, dtype=F64), nn.Linear(D, 2 * D, dtype=F64)
+        self.last = nn.Linear(2 * D, D, dtype=F64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.utils.checkpoint.checkpoint(
+            self.body, x * 2, use_reentrant=False
+        )  # what is new is of the mode
+        return y
+
+    def body(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.first(x) * self.gate(x).tanh())
+        return y
+
+
+def pair_of(sequence: bool) -> tuple[Pair, Pair]:
+    torch.manual_seed(0)
+    alone = Pair()
+    plan = {"first": "column", "gate": "column", "last": "row"}
+    return alone, tensor_parallel(copy.deepcopy(alone), plan, axis="tp", sequence=sequence)
+
+
+def in_inference_mode(sequence: bool) -> None:
+    mesh = mc.make_mesh({"tp": 2})
+    with mc.use_mesh(mesh):
+        alone, net = pair_of(sequence)
+        x = drawn(1, S, D, seed=1)
+        part = (lambda x: mc.shard(x, "tp", dim=1)) if sequence else (lambda x: x)
+        for mode in (torch.inference_mode, torch.no_grad, contextlib.nullcontext, torch.inference_mode):
+            with mode():
+                close(net(part(x)), part(alone(x)), mode.__name__)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_inference_mode(sequence: bool) -> None:
+    mc.launch(in_inference_mode, ranks=2, args=(sequence,))
+
+
+def after_a_checkpoint() -> None:
+    """What backward has computed again is not kept after it, nor by a copy."""
+    mesh = mc.make_mesh({"tp": 2})
+    with mc.use_mesh(mesh):
+        alone, net = pair_of(sequence=False)
+        x = drawn(3, D, seed=2)
+        for model in (alone, net):
+            model(x.requires_grad_()).square().sum().backward()
+        assert [each._entered for each in vars(net).values() if hasattr(each, "_entered")] == [None]
+        net.first(x)  # by itself
+        close(copy.deepcopy(net)(x), alone(x), "copy")
+
+
+def test_what_has_entered_a_part_that_a_checkpoint_computes_again_is_not_kept() -> None:
+    mc.launch(after_a_checkpoint, ranks=2)

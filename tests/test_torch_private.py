@@ -784,6 +784,22 @@ class Square(torch.autograd.Function):
             return 2 * _torch.primal_of(ctx.saved_tensors[0]) * t
 
 
+def test_name_has_tangent() -> None:
+    x = torch.ones(2)
+    assert not _torch.has_tangent(x)
+    with forward_ad.dual_level():
+        assert _torch.has_tangent(forward_ad.make_dual(x, x))
+        assert not _torch.has_tangent(x)
+        assert not _torch.has_tangent(torch.ones(2, dtype=torch.int64))
+
+    def body(x: Tensor) -> Tensor:
+        assert _torch.has_tangent(x)
+        assert not _torch.has_tangent(x.detach())
+        return x
+
+    torch.func.jvp(body, (x,), (x,))
+
+
 def test_name_forward_mode_on() -> None:
     def first(x: Tensor) -> Tensor:
         return jvp(lambda x: Square.apply(x.sin()), (x,), (torch.ones(2),))[1]
@@ -872,6 +888,12 @@ def test_name_plain_now() -> None:
         assert not _torch.plain_now()
     assert not vmap(lambda x: x + _torch.plain_now())(torch.zeros(2)).any()
     assert _torch.plain_now()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_outside_transforms_leaves_grad_mode_as_it_is(grad: bool) -> None:
+    with torch.set_grad_enabled(grad), _torch.outside_transforms():
+        assert torch.is_grad_enabled() == grad
 
 
 def test_name_outside_transforms() -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "forward_ad_shared",
     "forward_ad_state",
     "forward_mode_on",
+    "has_tangent",
     "primal_of",
     "set_forward_ad_state",
 ]
@@ -147,3 +148,8 @@ def primal_of(x: Tensor) -> Tensor:
     """``x`` without its tangent of the innermost level; those of outer levels stay."""
     primal: Tensor = forward_ad.unpack_dual(x, level=0).primal
     return primal
+
+
+def has_tangent(x: Tensor) -> bool:
+    """Whether ``x``, which is not one of a batch, has one."""
+    return dual_level_open() and forward_ad.unpack_dual(x, level=0).tangent is not None

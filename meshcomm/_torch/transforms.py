@@ -51,10 +51,18 @@ def outside_transforms() -> Iterator[None]:
     if _no_functorch is None or _any_function is None:
         if functorch_active():
             fail("torch.func", **lack(f"{_OUT} or {_SINGLE}", "call collectives outside of torch.func transforms, or "))
-        with torch.inference_mode(False), _no_dispatch_modes():
+        with _out_of_inference(), _no_dispatch_modes():
             yield
         return
-    with torch.inference_mode(False), _no_functorch(), _no_dispatch_modes(), _any_function():
+    with _out_of_inference(), _no_functorch(), _no_dispatch_modes(), _any_function():
+        yield
+
+
+@contextlib.contextmanager
+def _out_of_inference() -> Iterator[None]:
+    """Torch's own way switches grad mode on, whatever it was."""
+    grad = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
         yield
 
 

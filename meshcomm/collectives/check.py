@@ -340,15 +340,26 @@ def apart(where: str, axis: Axis, other: AxisName, name: str) -> None:
 
 
 def no_gradient(where: str, x: Tensor, axis: Axis, instead: str) -> None:
-    """Refuse an input that needs a gradient where some rank has no graph: its peers would wait in backward."""
-    if x.requires_grad and torch.is_grad_enabled():
-        explain(
-            where,
-            "x requires grad, and this function has no backward.",
-            axis,
-            x=x,
-            fix=f"{instead}; or pass x.detach()",
-        )
+    """Refuse an input whose derivative is asked for, or that is batched, where some rank has no graph: its peers would
+    wait in backward.
+    """
+    why = "requires grad, and this function has no backward" if x.requires_grad and torch.is_grad_enabled() else ""
+    if not why and (_torch.functorch_active() or _torch.dual_level_open()):
+        why = _wanted_by_transforms(x)
+    if why:
+        fix = instead if "batched" in why else f"{instead}; or pass x.detach()"
+        explain(where, f"x {why}.", axis, x=x, fix=fix)
+
+
+def _wanted_by_transforms(x: Tensor) -> str:
+    layer = x
+    while (inner := _torch.unwrapped(layer)) is not None:
+        if inner.shape != layer.shape:
+            return "is batched by torch.func.vmap, and this function has no rule for that"
+        if inner.requires_grad and torch.is_grad_enabled():
+            return "requires grad, and this function has no backward"
+        layer = inner
+    return "has a tangent, and this function has no forward mode" if _torch.has_tangent(x) else ""
 
 
 def checked_size(where: str, bucket_mb: float, axis: Axis) -> None:

@@ -124,7 +124,7 @@ def cuts_of(owner: nn.Module) -> Mapping[str, Sequence[Part]]:
 
 def known_around(module: nn.Module) -> list[nn.Module]:
     """The modules that adaptors have spread of which this one is a part, or which it is."""
-    return [each for each in list(_known) if any(part is module for part in each.modules())]
+    return [each for each in all_known() if any(part is module for part in each.modules())]
 
 
 def is_spread(module: nn.Module) -> bool:
@@ -133,8 +133,8 @@ def is_spread(module: nn.Module) -> bool:
 
 
 def all_known() -> list[nn.Module]:
-    """The modules that adaptors have spread, of all ranks in this process."""
-    return list(_known)
+    """The modules that adaptors have spread, of all ranks in this process; not a copy that was never finished."""
+    return [module for module in list(_known) if "_modules" in vars(module)]
 
 
 def came_later(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -201,20 +201,20 @@ def parts_of(module: nn.Module) -> dict[int, list[Part]]:
 def parts_among(params: Iterable[Tensor]) -> dict[int, list[Part]]:
     """By the id of each of these that is cut, of whatever module, what was made of it."""
     wanted = {id(p) for p in params}
-    return {key: parts for module in list(_known) for key, parts in parts_of(module).items() if key in wanted}
+    return {key: parts for module in all_known() for key, parts in parts_of(module).items() if key in wanted}
 
 
 def meshes_among(params: Iterable[Tensor]) -> list[Mesh]:
     """Over which the modules are spread that have any of these."""
     wanted = {id(p) for p in params}
-    spread = [module for module in list(_known) if any(id(p) in wanted for p in module.parameters())]
+    spread = [module for module in all_known() if any(id(p) in wanted for p in module.parameters())]
     return [mesh for module in spread for mesh in vars(module).get(_MESHES, ())]
 
 
 def axes_among(params: Iterable[Tensor]) -> list[Axis]:
     """Along which the modules are spread that have any of these: their parameters cut, or the same on all ranks."""
     wanted = {id(p) for p in params}
-    spread = [module for module in list(_known) if any(id(p) in wanted for p in module.parameters())]
+    spread = [module for module in all_known() if any(id(p) in wanted for p in module.parameters())]
     found = {(id(axis.mesh), axis.name): axis for module in spread for axis in axes_of_module(module)}
     return sorted(found.values(), key=lambda axis: str(axis.name))
 
@@ -305,7 +305,7 @@ def place_of(p: Tensor, parts: Sequence[Part], elements: tuple[int, int] | None 
 def _refuse_norm(gradients: list[Tensor]) -> None:
     """Torch's norm of gradients of which other ranks have the rest is no norm of theirs."""
     given = {id(g) for g in gradients}
-    for module in list(_known):
+    for module in all_known():
         parts = parts_of(module)
         for p in module.parameters():
             if not p.is_leaf:  # another rank's, of this process, is in the middle of its forward

@@ -107,6 +107,11 @@ class Place:
         if not math.prod(self.shape):
             return Spread(self.shape, x.dtype, [Box((0,) * len(self.shape), self.shape, x.new_empty(self.shape))])
         local = tuple(sum(run.length for run in runs) for runs in self.runs)
+        if x.numel() != self.stop - self.start:
+            count = self.stop - self.start
+            what = f"a parameter was replaced after it was cut: {x.numel()} elements are here, in place of {count}."
+            fix = "replace and tie parameters before they are cut; load_full_state_dict gives them other values"
+            fail("parallel", what, got=f"its shape {[*self.shape]}", fix=fix)
         boxes = []
         for at, offsets, sizes in flat_boxes(local, self.start, self.stop):
             whole = x if tuple(x.shape) == local else x.view(-1)[at : at + math.prod(sizes)].view(sizes)

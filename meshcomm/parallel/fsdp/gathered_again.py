@@ -82,6 +82,7 @@ def _pack(x: Tensor) -> tuple[Any, ...]:
     return None, x if x.is_leaf else x.detach(), x._version
 
 
+@_torch.out_of_graphs
 def _unpack(saved: tuple[Any, ...]) -> Tensor:
     if saved[0] is None:  # most are
         _, x, version = saved

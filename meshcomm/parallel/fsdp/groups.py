@@ -5,6 +5,7 @@ The parameters of a unit that are alike in dtype and in whether they need a grad
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
@@ -23,7 +24,7 @@ from meshcomm.parallel.data.means import Mean
 from meshcomm.parallel.fsdp.buffers.flat_buffers import Layout
 from meshcomm.parallel.fsdp.buffers.memory import Memory
 from meshcomm.parallel.fsdp.buffers.offload import Copies, pinned
-from meshcomm.parallel.fsdp.slots import Counts, Policy, Slot, raw
+from meshcomm.parallel.fsdp.slots import Counts, Policy, Slot, raw, refuse_replaced
 from meshcomm.parallel.optimizers.gradient_dtypes import gradients_in
 from meshcomm.parallel.stand_ins import become
 from meshcomm.runtime.call import for_later
@@ -150,16 +151,26 @@ class Group:
     def is_swapped(self) -> bool:
         """Whether somebody (``functional_call``) has put other tensors in the place of parameters."""
         doors, names, params = self._registered
-        return not all(map(is_, map(raw, doors, names), params))
+        return not all(map(is_, map(dict.get, doors, names), params))
+
+    def refuse_replaced(self) -> None:
+        """MeshError where something that is no part which this rank may keep stands in the place of a parameter."""
+        for at, slot in enumerate(self.slots):
+            wanted = self.layout.shape_at(at, self.index)
+            for found in (dict.get(door, name) for door, name in slot.sites):
+                if not isinstance(found, Tensor) or tuple(found.shape) != wanted:
+                    refuse_replaced(slot.name, found, wanted, self.policy.axis)
 
     def swap_in(self) -> bool:
         """Take over parameters that a load has put in the place of ours; whether all are parameters that fit."""
         for at, slot in enumerate(self.slots):
             door, name = slot.sites[0]
-            found = raw(door, name)
-            if _torch.kind_of(found) is not nn.Parameter or tuple(found.shape) != self.layout.shape_at(at, self.index):
+            found = dict.get(door, name)
+            if found is None or _torch.kind_of(found) is not nn.Parameter:
                 return False
-            if any(raw(other, alias) is not found for other, alias in slot.sites):
+            if tuple(found.shape) != self.layout.shape_at(at, self.index):
+                return False
+            if any(dict.get(other, alias) is not found for other, alias in slot.sites):
                 return False
         for slot in self.slots:
             door, name = slot.sites[0]
@@ -168,6 +179,10 @@ class Group:
         return True
 
     def _make_again(self) -> None:
+        for at, slot in enumerate(self.slots):  # of whose data another tensor may have taken the place
+            wanted = self.layout.shape_at(at, self.index)
+            if slot.param.numel() != math.prod(wanted):
+                refuse_replaced(slot.name, slot.param, wanted, self.policy.axis)
         first = self.slots[0].param
         if any(slot.param.dtype != first.dtype or slot.param.device != first.device for slot in self.slots):
             fail(

@@ -146,6 +146,7 @@ class _Shards(Function):
         return torch.empty(0, device=device)
 
     @staticmethod
+    @_torch.out_of_graphs  # of a step that is compiled, with its backward, and that was broken before
     def backward(ctx: Any, token: Tensor | None) -> tuple[Tensor | None, ...]:
         if token is None:
             return None, None, *[None] * ctx.count
@@ -194,6 +195,7 @@ class _Weights(Function):
         return (*found, torch.empty(0, device=token.device)) if is_root else tuple(found)
 
     @staticmethod
+    @_torch.out_of_graphs
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None, None, None]:
         use: Use = ctx.use
         if _torch.dispatch_modes():

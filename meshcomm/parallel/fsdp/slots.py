@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, repeat
 from operator import is_, setitem
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from meshcomm.axis import Axis, axes_in
+from meshcomm.errors import fail, shape_text
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,23 @@ class Slot:
         """That of a copy of the module."""
         sites = [(copy.deepcopy(door, memo), name) for door, name in self.sites]
         return Slot(self.name, copy.deepcopy(self.param, memo), sites)
+
+
+def refuse_replaced(name: str, found: Any, wanted: Sequence[int], axis: Axis) -> NoReturn:
+    """MeshError: what stands in the place of a parameter is nothing of the ``wanted`` shape, of which this rank's part
+    of it is.
+    """
+    now = f"it is {shape_text(found.dtype, found.shape)}" if isinstance(found, Tensor) else "it is not there any more"
+    what = f"{name!r} was replaced or removed after fully_shard: {now}."
+    if axis.size > 1:  # who waits for this rank
+        axis.link.refuse("all_gather", f"meshcomm.fully_shard: {what}", axis)
+    fail(
+        "fully_shard",
+        what,
+        got=f"this rank has {[*wanted]} of it, along axis {axis.name!r} of {axis.mesh}",
+        fix="replace, remove, tie and parametrize before fully_shard; other values come by load_full_state_dict, and "
+        "functional_call takes each rank's parts",
+    )
 
 
 _run: Any = partial(deque, maxlen=0)

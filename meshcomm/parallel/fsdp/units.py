@@ -281,6 +281,8 @@ class Unit:
         for group in () if odd else self.groups:
             odd = odd or group.is_swapped()
         if odd and not all(each.swap_in() for each in self.groups):
+            for group in self.groups:
+                group.refuse_replaced()
             self._open_as_function()
             return
         self._version = self.version()

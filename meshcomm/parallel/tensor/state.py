@@ -59,6 +59,11 @@ class Parallel:
         self.equal = KeptEqual(WHERE, self.mesh, self.name)
         self.short = False  # this call is on a sequence that is not cut
         self._entered: tuple[Tensor, tuple[int, bool, bool], Tensor] | None = None
+        self._forgets = False  # it when the backward pass that runs has ended
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of what has entered last a copy knows nothing: that may have a graph."""
+        return vars(self) | {"_entered": None, "_forgets": False}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         """Of a copy."""
@@ -134,7 +139,7 @@ class Parallel:
             explain(WHERE, self.module, self.axis, self.cuts, error)
             raise
         finally:
-            self._entered = None
+            self._forget_entered()
             self.short = False
             if begun:
                 self.streams.end()
@@ -228,7 +233,7 @@ class Parallel:
 
     def enter(self, x: Tensor, sequence: bool) -> Tensor:
         """As the function of that name; what several layers take in turn enters once."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or x.is_inference():  # of the latter nobody tells whether it was written to
             return self._enter(x, sequence)
         last, moment = self._entered, (version_of(x), torch.is_grad_enabled(), sequence)
         if last is not None and last[0] is x and last[1] == moment:
@@ -238,8 +243,13 @@ class Parallel:
             fix = "Block() around the module in which they are drawn: what it is given enters before that"
             fail(WHERE, what, got=f"an input of shape {list(x.shape)}", fix=fix)
         y = self._enter(x, sequence)
+        if not self._forgets and self.placed is None and _torch.backward_pass() != -1:
+            self._forgets = _torch.after_backward(self._forget_entered)  # a checkpoint computes a part again
         self._entered = x, moment, y
         return y
+
+    def _forget_entered(self) -> None:
+        self._entered, self._forgets = None, False
 
     def _enter(self, x: Tensor, sequence: bool) -> Tensor:
         if not sequence:

@@ -4,8 +4,9 @@ that do not agree are an error at once.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from threading import get_ident
 from time import monotonic
 from types import CodeType
@@ -255,7 +256,7 @@ class MeetingLink(Defaults):
             if carries:
                 carry_tangents(False)  # those of others: each knows its own
             if dispatch_modes() or torch.is_inference_mode_enabled():
-                with outside_dispatch_modes(), torch.inference_mode(False):
+                with in_no_modes():
                     meeting.results = compute(*args, meeting.inputs)
             else:
                 meeting.results = compute(*args, meeting.inputs)
@@ -302,6 +303,13 @@ class MeetingLink(Defaults):
     def _wake_all(self, meeting: Meeting) -> None:
         self._rank.world.wake(*meeting.waiting)
         meeting.waiting = []
+
+
+@contextlib.contextmanager
+def in_no_modes() -> Iterator[None]:
+    """What is made inside goes to any rank: whoever makes it, and in which modes, has no part in it."""
+    with outside_dispatch_modes(), torch.inference_mode(False), torch.no_grad():  # without inference grad mode is on
+        yield
 
 
 def _op_of(call: Call) -> Any:

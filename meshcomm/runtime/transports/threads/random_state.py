@@ -30,6 +30,8 @@ _in_place: RandomState | None = None
 """The one that was loaded last. No attribute of the class: to set one makes Python look up all others anew."""
 _numpy: ModuleType | None = None
 """``numpy.random``, once somebody has loaded it."""
+_kept_by_numpy: memoryview[int] | None = None
+"""As :func:`numpy_state.second_normal`, since then."""
 
 
 class RandomState:
@@ -37,22 +39,20 @@ class RandomState:
 
     def __init__(self, seed: int | None = None, rank: int = 0) -> None:
         """The states as they are now, or those that start from ``(seed, rank)``."""
-        global _numpy
         self._seed = None if seed is None else mixed(seed, rank)
         self._own: twister.State | None = None  # torch's on the CPU and Python's; None until it is loaded first
         self._numpy: Any = None
+        self._normal: Any = None  # what numpy keeps beside its generator, if there is something; or all of its state
         self._numpy_seed = self._seed  # what numpy's is to be seeded with when somebody loads it
         self._device: Any = None  # the accelerator's, once it is in use
         self._waiting: Any = None  # what it is to be seeded with when it is used first
-        self._numpy_whole: Any = None
-        _numpy = numpy_state.module()
+        if (module := numpy_state.module()) is not _numpy:
+            _found(module)
         self._accelerator = accelerator.module()
         self._of_torch, self._of_python = twister.memory()
         if self._seed is None:
             self.save()
-            if (module := _numpy) is not None:
-                self._numpy_whole = module.get_state(legacy=False)
-            elif _in_place is not None:
+            if _numpy is None and _in_place is not None:
                 self._numpy_seed = _in_place._numpy_seed
         else:
             numpy_state.when_loaded(_numpy_loaded)
@@ -66,6 +66,10 @@ class RandomState:
             own[0][:], own[1][:], own[2] = cells, others, OWN.gauss_next  # type: ignore[attr-defined]
         if (module := _numpy) is not None:
             self._numpy = module.get_bit_generator()
+            if (kept := _kept_by_numpy) is None:
+                self._normal = module.get_state(legacy=False)
+            else:
+                self._normal = (kept[0], kept[1]) if kept[0] else None
         if (unused := self._accelerator) is None:
             return
         if (device := accelerator.in_use()) is not None:
@@ -96,8 +100,12 @@ class RandomState:
             seed = self._numpy_seed
             self._numpy = numpy_state.first(module) if seed is None else numpy_state.seeded(module, seed)
         module.set_bit_generator(self._numpy)
-        if self._numpy_whole is not None:  # with the normal number that numpy keeps for the next call
-            module.set_state(self._numpy_whole)
+        if (normal := self._normal) is None:
+            return
+        if (kept := _kept_by_numpy) is None:
+            module.set_state(normal)
+        else:
+            kept[0], kept[1] = normal
 
     def _load_device(self) -> None:
         device, unused = accelerator.in_use(), self._accelerator
@@ -114,9 +122,13 @@ class RandomState:
                 call()
 
 
+def _found(module: ModuleType | None) -> None:
+    global _numpy, _kept_by_numpy
+    _numpy, _kept_by_numpy = module, None if module is None else numpy_state.second_normal(module)
+
+
 def _numpy_loaded(module: ModuleType) -> None:
     """Whose state is in place finds the one of numpy that it would have found there."""
-    global _numpy
-    _numpy = module
+    _found(module)
     if _in_place is not None and _in_place._numpy_seed is not None:
         _in_place.load_numpy(module)

@@ -25,6 +25,7 @@ from meshcomm.runtime.callsite import hinted
 from meshcomm.runtime.pending import TimedOutError
 from meshcomm.runtime.process import accelerator, forks, inside
 from meshcomm.runtime.transports.threads.random_state import RandomState
+from meshcomm.runtime.transports.threads.settings import Settings, settings_now, settle
 from meshcomm.runtime.transports.threads.shared_leaves import SharedLeaves
 from meshcomm.runtime.transports.threads.surroundings import (
     Modes,
@@ -39,6 +40,8 @@ _LOOKS = 1000
 """How often each rank may look whether something is done, or run out of time, before that is a deadlock."""
 _TOLD_AFTER = 300.0
 """Seconds of others' time-outs after which who waits without one is told, as among processes: they may repeat them."""
+_STARTS = 1.0
+"""Seconds within which a thread begins to run that was started."""
 _DEADLOCK_FIX = "  fix: every rank of an axis must make the same calls on it in the same order"
 
 
@@ -96,6 +99,7 @@ class Rank:
         self.random = random
         self.forward_ad = (-1, 0)
         self.anomaly = anomaly
+        self.settings: Settings | None = None
         self.waits_for: Waited | None = None
         self.patience: float | None = None  # seconds, where it does not wait for ever
         self.timed_out = False
@@ -110,8 +114,8 @@ class Rank:
         self.made: dict[Any, int] = {}  # how many meshes of a kind
 
     def load(self) -> None:
-        """It goes on: put its random state back, and exchange with the rank that ran before what else torch has one of,
-        the level of forward mode and whether autograd looks for anomalies.
+        """It goes on: put its random state back, and exchange with the rank that ran before what else there is one of:
+        settings of the process, the level of forward mode and whether autograd looks for anomalies.
         """
         world = self.world
         if world.streams is not None:
@@ -119,8 +123,12 @@ class Rank:
         self.random.load()
         before, world.in_place = world.in_place, self
         levels, anomaly = set_forward_ad_state(self.forward_ad), _anomaly() if is_anomaly_enabled() else None
+        settings = settings_now()
         if before is not None:
-            before.forward_ad, before.anomaly = levels, anomaly
+            before.forward_ad, before.anomaly, before.settings = levels, anomaly, settings
+        mine = self.settings or world.settings
+        if mine[0] is not settings[0] or mine != settings:  # two lists of filters may be alike
+            settle(mine, settings)
         if anomaly is not self.anomaly:
             _set_anomaly(self.anomaly)
 
@@ -186,6 +194,8 @@ class World:
         seed = torch.initial_seed()
         make, anomaly = state or (lambda index: RandomState(seed, index)), _anomaly()
         self.limit = limit
+        self.settings: Settings = ()
+        """The caller's, with which each rank begins."""
         self.leaves = None if share else SharedLeaves()
         self.watchful = limit is not None
         """Whether there is more to check than whether another rank has failed, or written what others share."""
@@ -202,6 +212,7 @@ class World:
         self.idle = 0  # looks and time-outs since a rank last did something that others may have waited for
         self._ended = threading.Lock()
         self._ended.acquire()
+        self._is_at_end = False
 
     # ------------------------------------------------------------------------------------------- for the caller
 
@@ -213,7 +224,7 @@ class World:
         threads: list[_Thread] = []
         for rank in self.ranks:
             threads.append(_Thread(rank.index, self._live, rank, body, modes, setups, threads[-1] if threads else None))
-        outside, anomaly = RandomState(), _anomaly()
+        outside, anomaly, self.settings = RandomState(), _anomaly(), settings_now()
         if not _running.acquire(blocking=False):
             fail(
                 "launch",
@@ -226,13 +237,13 @@ class World:
                 self._end = time.monotonic() + self.limit.total_seconds()
             with _torch.forward_ad_shared(), self._watched(), on_one_core():
                 self._ready.popleft().turn.release()
-                threads[-1].start()  # and each starts the one before it
-                self._await_end()
+                self._await_end(threads[-1])
         finally:
             if self.streams is not None:
                 self.streams.enter()
             outside.load()
             _set_anomaly(anomaly)
+            settle(self.settings, settings_now())
             _running.release()
         for rank, thread in zip(self.ranks, threads, strict=True):
             if rank.over:
@@ -260,12 +271,18 @@ class World:
             return contextlib.nullcontext()
         return self.leaves.watched(lambda: None if local.rank is None else local.rank.index)
 
-    def _await_end(self) -> None:
+    def _await_end(self, last: _Thread) -> None:
+        """Start the thread of the last rank, each of which starts the one before it, and wait until all have ended."""
         try:
+            last.start()
             self._ended.acquire()
         except BaseException:  # Ctrl-C: the rank that runs is stopped at its next collective, then the others
             self.cancelled = True
-            self._ended.acquire()
+            end = time.monotonic() + _STARTS
+            while last.ident is None and time.monotonic() < end:  # it may be on its way
+                time.sleep(1e-3)
+            if last.ident is not None and not self._is_at_end:  # else they have, and the lock may be taken already
+                self._ended.acquire()
             raise
 
     @staticmethod
@@ -427,6 +444,7 @@ class World:
             self.streams.leave()
         self.idle = 0
         after = self._next()
+        self._is_at_end = after is None
         (self._ended if after is None else after.turn).release()
 
 

@@ -19,7 +19,7 @@ from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.recorder import DROPPED, ENDED, Record, failed
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.threads import results
-from meshcomm.runtime.transports.threads.meeting_link import MeetingLink
+from meshcomm.runtime.transports.threads.meeting_link import MeetingLink, in_no_modes
 from meshcomm.runtime.transports.threads.meetings import Batch, Message
 
 _SOON = 1.0
@@ -181,7 +181,8 @@ class InProcessLink(MeetingLink):
             )
             post.batch.error = want.batch.error = error
         else:
-            want.batch.got[want.place] = results.copied(post.x)
+            with in_no_modes():
+                want.batch.got[want.place] = results.copied(post.x)
         for batch in (post.batch, want.batch):
             batch.open -= 1
             if batch.over and batch.waited:
