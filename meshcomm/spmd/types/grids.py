@@ -42,7 +42,7 @@ class Grid:
         """What collectives over its axes make of types, for who calls them."""
         self.short: dict[Any, Any] = {}
         """How operations on operands of types on it are seen, for who sees them."""
-        self.written = ANY if _wrote else frozenset()
+        self.written = ANY if wrote.any else frozenset()
         """Nothing was ever written into memory, as far as that is noted, that varies along other axes than these."""
 
     def moved(self, axes: frozenset[str], to: Grid) -> Moved | None:
@@ -84,8 +84,19 @@ def _matters(axis: int, values: dict[int, tuple[int, ...]], places: dict[int, tu
 
 ANY = frozenset([""])
 """No axes of any grid: what is written may vary as it likes."""
-_wrote: list[bool] = []
-"""Something is noted as written."""
+
+
+class _Wrote:
+    """What is noted as written, whatever it is."""
+
+    __slots__ = ("any", "mark")
+
+    def __init__(self) -> None:
+        self.any, self.mark = False, object()
+        """Another object each time that more may have been written than before, on any grid."""
+
+
+wrote = _Wrote()
 _grids: dict[tuple[tuple[tuple[str, int], ...], tuple[int, ...]], Grid] = {}
 _lock = threading.Lock()
 
@@ -106,7 +117,9 @@ def grid_of(mesh: HasGrid) -> Grid:
 def written_along(axes: frozenset[str], on: Grid | None) -> None:
     """What varies along these axes of a grid is about to be noted as written; None: along which is not known."""
     with _lock:
-        if not _wrote:
-            _wrote.append(True)
+        wrote.any = True
         for grid in _grids.values():
-            grid.written |= axes if grid is on else ANY
+            more = axes if grid is on else ANY
+            if not more <= grid.written:
+                grid.written |= more
+                wrote.mark = object()

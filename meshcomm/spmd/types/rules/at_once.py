@@ -28,7 +28,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.runtime.callsite import is_ours, outermost
 from meshcomm.spmd.types.core import untraceable
 from meshcomm.spmd.types.foreign_memory import lent
-from meshcomm.spmd.types.grids import ANYWHERE, Grid
+from meshcomm.spmd.types.grids import ANYWHERE, Grid, wrote
 from meshcomm.spmd.types.rules.in_place import InPlace
 from meshcomm.spmd.types.rules.operands import SIMPLE, same_place
 from meshcomm.spmd.types.rules.short import ASKS, NUMBERS, SEVERAL, Args, Short, flat_of, simple
@@ -81,25 +81,26 @@ class AtOnce(InPlace):
         short: Any
         whole: Any
         result: Any
-        short = three = None
         try:
             if len(args) == 2:
                 a, b = args
+                one, two, three = getattr(a, NAME, None), getattr(b, NAME, None), None
+                short = self._short.get((func, one, two))
             else:
-                a = b = None
+                a = b = two = three = None
                 if len(args) == 1:
                     a = args[0]
                     if type(a) in SEVERAL and len(a) == 2:
                         a, b = a
+                        two = getattr(b, NAME, None)
                 elif args and getattr(args[0], NAME, None) is not None:
-                    three = self._third(args)
-                    if three is False:
-                        short = False
-                    else:
-                        a, b = args[0], args[1]
-            if (one := getattr(a, NAME, None)) is not None:
-                two = getattr(b, NAME, None)
+                    a, b, *rest = args
+                    two = getattr(b, NAME, None)
+                    three = two if len(rest) == 1 and rest[0] is b else self._third(rest)
+                one = getattr(a, NAME, None)
                 short = self._short.get((func, one, two) if three is None else (func, one, two, three))
+                if three is False:
+                    short = False
             if short and (
                 (
                     lent
@@ -107,11 +108,10 @@ class AtOnce(InPlace):
                     or (at := again.at) != a._version
                     or again.kind is not one
                     or getattr(a.untyped_storage(), AGAIN, None) is not again
-                    or not (one.plain or (a.is_leaf and not is_grad_enabled()))
+                    or (a.requires_grad and (one.plain or is_grad_enabled() or not a.is_leaf))
                     if short.in_place
-                    else (at := a._version) and at != getattr(a, NOTED_AT, 0)
+                    else ((at := a._version) and at != getattr(a, NOTED_AT, 0)) or (one.plain and a.requires_grad)  # type: ignore[union-attr]
                 )
-                or (one.plain and a.requires_grad)  # type: ignore[union-attr]
                 or (
                     b is not None
                     and (part := type(b)) not in SIMPLE
@@ -126,7 +126,7 @@ class AtOnce(InPlace):
                     else ((of_b := b._version) and of_b != getattr(b, NOTED_AT, 0)) or (two.plain and b.requires_grad)
                 )
                 or functorch_active()
-                or (writes.any and not self.grid.written <= short.within)
+                or (short.mark is not wrote.mark and not self._holds(short, (func, one, two, three)))
             ):
                 short = False
         except (RuntimeError, TypeError, AttributeError):
@@ -150,10 +150,19 @@ class AtOnce(InPlace):
         else:
             if (whole := short.whole) is None:  # it says where
                 whole = self._joined_here((one, two), short.name, sys._getframe(1))  # type: ignore[arg-type]
+            varied = False
             if short.lacks is None:
                 result = func(*args, **kwargs) if kwargs else func(*args)
             else:
-                given = self._evened_pair(short, args, (a, b), of_b if short.narrow > 0 else at)
+                x, at_x = (b, of_b) if short.narrow > 0 else (a, at)
+                if (
+                    len(args) == 2
+                    and short.narrow >= 0
+                    and (y := self._varied_before(x, at_x, short.lacks)) is not None
+                ):
+                    given, varied = (a, y) if short.narrow else (y, b), is_grad_enabled()
+                else:
+                    given = self._evened_pair(short, args, (a, b), at_x)
                 try:
                     result = func(*given, **kwargs) if kwargs else func(*given)
                 except RuntimeError as error:
@@ -161,7 +170,7 @@ class AtOnce(InPlace):
                         self._not_into_varied(error, short.name)
                     raise
             if short.one_kernel and (not types or type(result) is Tensor):
-                if short.graph and whole.plain == result.requires_grad:
+                if short.graph and (whole.plain if varied else whole.plain == result.requires_grad):
                     whole = whole.seen(whole.plain)
                 result._meshcomm_type = whole
                 return result
@@ -361,6 +370,7 @@ class AtOnce(InPlace):
         if (
             entry is None
             or entry.version != at
+            or not x.requires_grad
             or (entry.node is not None and entry.node is not x.grad_fn)
             or (y := entry.by.get(axes)) is None
             or (entry.wrapped and unwrap_if_dead(y) is not y)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from meshcomm.spmd.types.grids import ANY, Grid
+from meshcomm.spmd.types.grids import ANY, Grid, wrote
 from meshcomm.spmd.types.rules.operands import SIMPLE
 from meshcomm.spmd.types.rules.torch_rules import COMPUTES, Kind
 from meshcomm.spmd.types.seen_changes import NOTED_AT
@@ -29,7 +29,7 @@ _MOST = 4096
 class Short:
     """How an operation is seen on operands of these types, one to three, beside simple values."""
 
-    __slots__ = ("graph", "in_place", "lacks", "name", "narrow", "one_kernel", "whole", "within")
+    __slots__ = ("graph", "in_place", "lacks", "mark", "name", "narrow", "one_kernel", "whole", "within")
 
     def __init__(self, kind: Kind, types: Sequence[Type], whole: Type | None, grid: Grid) -> None:
         self.name, self.one_kernel, self.in_place = kind.name, kind.one_kernel, kind.way is COMPUTES
@@ -40,6 +40,8 @@ class Short:
         looked = [each.axes for each in types[self.in_place :]]  # where what is written into lies is looked at
         self.within = frozenset.intersection(*looked) if looked else grid.axes | ANY
         """While nothing is written that varies along other axes, each operand varies as its type says."""
+        self.mark: object = None
+        """When that was last found to be so."""
         self.lacks: frozenset[str] | None = None
         """The axes along which an operand is to be varied, if it has a gradient: some of them, if there are several."""
         self.narrow = 0
@@ -85,13 +87,22 @@ class Shorts:
                 fits = short.whole is not None or (len(types) == 2 and short.narrow >= 0)
             self._short[key] = short if fits else False
 
+    def _holds(self, short: Short, key: Args) -> bool:
+        """Whether nothing was written that varies along other axes; if something was, this is not asked again."""
+        mark = wrote.mark
+        if self.grid.written <= short.within:
+            short.mark = mark
+            return True
+        self._short[key if key[3] is not None else key[:3]] = False
+        return False
+
     @staticmethod
-    def _third(args: Args) -> Any:
-        """The type of the one tensor among the arguments after the second, whose other ones are simple values: None if
-        there is none, False if more is to be looked at.
+    def _third(rest: Sequence[Any]) -> Any:
+        """The type of the one tensor among further arguments, of which the others are simple values: None if there is
+        none, False if more is to be looked at.
         """
         found = None
-        for x in args[2:]:
+        for x in rest:
             mine = getattr(x, NAME, None)
             if mine is None:
                 if type(x) not in SIMPLE and not simple((x,)):
