@@ -41,6 +41,7 @@ def _nothing_before(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "lent", {})
     monkeypatch.setattr(varying_numbers.made, "any", False)
     monkeypatch.setattr(grid(), "short", {})
+    monkeypatch.setattr(grid(), "written", frozenset())
 
 
 def grid() -> Grid:
