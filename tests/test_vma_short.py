@@ -247,6 +247,31 @@ def parts_written() -> list[Any]:
     return [*found, y * n, x * y, y.view(2, 2), n.add_(y), n]
 
 
+def a_leaf_out_of_sight() -> list[Any]:
+    x, w = of("dp"), of(())
+    for _ in range(3):
+        y = x * w
+    with torch._C.DisableTorchFunction():
+        w.requires_grad_()
+    z = x * w
+    return [y, z, *torch.autograd.grad(z.sum(), w)]
+
+
+def changed_out_of_sight() -> list[Any]:
+    """Of the first operand, and of the second one."""
+    x, w, found = of("dp") * 1.0, weight(), []
+    v = of("dp") * 1.0
+    for _ in range(3):
+        found.append(x * w)
+        found.append(w * v)
+    for operation, changed in ((lambda: x * w, x), (lambda: w * v, v)):
+        with torch._C.DisableTorchFunction():
+            changed.add_(1.0)
+        with pytest.raises(mc.VaryingError, match="changed out of sight"):
+            operation()
+    return found
+
+
 def slices() -> list[Any]:
     x = of("dp").requires_grad_()
     found: list[Any] = []
@@ -261,7 +286,7 @@ PROGRAMS: dict[str, Program] = {
     for each in (
         written_between, another_place, by_another_thread, after_backward, several_axes, partly_varied, freed,
         another_leaf, without_grad, lists, three_operands, more_arguments, keywords, in_place_again, parts_written,
-        slices,
+        slices, a_leaf_out_of_sight, changed_out_of_sight,
     )
 }  # fmt: skip
 
@@ -305,6 +330,34 @@ def test_none_of_these_is_refused() -> None:
         return refused
 
     assert in_ranks(run) == [[]] * 4
+
+
+def test_what_is_written_again_and_has_other_memory_meanwhile() -> None:
+    def run() -> None:
+        x, by, y = of("dp"), of("dp"), of(())
+        with mc.check_vma(), torch.no_grad():
+            for _ in range(5):
+                x.mul_(by)
+            with torch._C.DisableTorchFunction():
+                x.data = y
+            x.mul_(by)
+            with pytest.raises(mc.VaryingError, match="item.*makes a Python value of a tensor that varies along 'dp'"):
+                y[0].item()
+
+    in_ranks(run)
+
+
+def test_what_has_no_gradient_is_noted_so() -> None:
+    def run() -> list[Any]:
+        with mc.check_vma():
+            x, w = of("dp") * 1.0, weight()
+            for _ in range(4):
+                y = x * w
+            with torch.no_grad():
+                z = x * w
+            return [each is not None and each.plain for each in (marked(y), marked(z))]
+
+    assert in_ranks(run) == [[False, True]] * 4
 
 
 def test_lasting_notes_hold_no_tensors() -> None:

@@ -282,14 +282,15 @@ class AtOnce(InPlace):
             types = tuple([m for x in flat if (m := getattr(x, NAME, None)) is not None]) if more else (whole, second)
             whole = self._joined_here(types, kind.name, sys._getframe(2))
             joined = self._joined.get(types)
-            if (
-                graph
-                and is_grad_enabled()
-                and (given := self._evened_at_once(whole.axes, kind.name, args, flat)) is None
-            ):
-                return self._operation(kind, func, args, kwargs), None, False, False, 0
         if short is None and (flat is args or (len(flat) == 2 and len(args) == 1)):
             self._shorten(kind, func, flat, joined)
+        if (
+            uneven
+            and graph
+            and is_grad_enabled()
+            and (given := self._evened_at_once(whole.axes, kind.name, args, flat)) is None
+        ):
+            return self._operation(kind, func, args, kwargs), None, False, False, 0
         try:
             result = func(*given, **kwargs) if kwargs else func(*given)
         except RuntimeError as error:
