@@ -215,7 +215,7 @@ def test_nothing_is_kept() -> None:
             with torch.no_grad():
                 w.sub_(w.grad * 1e-3)  # type: ignore[operator]
             w.grad = None
-            sizes.add((len(checker._lately), len(checker._always), len(checker._known)))
+            sizes.add((len(checker._lately), len(checker._pvaried), len(checker._known)))
         del h, leaf
         gc.collect()
         return len(sizes), sum(each() is not None for each in activations), checker, weakref.ref(w)
@@ -225,4 +225,4 @@ def test_nothing_is_kept() -> None:
         gc.collect()
         assert w() is None
         assert not checker._lately
-        assert not checker._always
+        assert not checker._pvaried

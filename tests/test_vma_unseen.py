@@ -18,7 +18,7 @@ from vma_twins import F64, LINE, Program, check, data, refused, zeros
 import meshcomm as mc
 from meshcomm.spmd.types import foreign_memory
 from meshcomm.spmd.types.checker import Checker
-from meshcomm.spmd.types.rules import at_once
+from meshcomm.spmd.types.rules import at_once, in_place
 from meshcomm.spmd.types.rules.torch_rules import kind_of
 from meshcomm.spmd.types.seen_changes import AGAIN
 
@@ -383,7 +383,8 @@ def nothing_lent(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test before has left memory that numpy or another library has too, or made a number that varies: then nothing
     is remembered.
     """
-    monkeypatch.setattr(at_once, "lent", {})
+    for module in (at_once, in_place):
+        monkeypatch.setattr(module, "lent", {})
     monkeypatch.setattr(at_once.made, "any", False)
 
 

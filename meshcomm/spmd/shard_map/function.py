@@ -419,8 +419,13 @@ def _given(laid: Laid, grid: Grid) -> tuple[Type, str]:
     """The type of an argument's parts, the same object on all ranks, and whose it is."""
     assert laid.layout is not None
     what = f"{laid.label}, by its spec {str(laid.layout)!r}"
-    axes = laid.layout.axes
-    return Type(dict.fromkeys(axes, Origin(what, leaf=True)), grid=grid) if axes else INVARIANT, what
+    return _type_given(what, laid.layout.axes, grid), what
+
+
+@functools.lru_cache(maxsize=4096)
+def _type_given(what: str, axes: tuple[str, ...], grid: Grid) -> Type:
+    """The same object at each call: what was found of operations on values of this type is found again."""
+    return Type(dict.fromkeys(axes, Origin(what, leaf=True)), grid=grid) if axes else INVARIANT
 
 
 def _returned(checker: Checker, y: Tensor, layout_of: Callable[[Tensor], Layout], label: str) -> Laid:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +30,7 @@ from meshcomm.runtime.axis_names import written_out
 from meshcomm.runtime.callsite import call_site
 from meshcomm.spmd.types.grids import ANYWHERE, Grid, grid_of
 from meshcomm.spmd.types.leaf_numbers import whose
+from meshcomm.spmd.types.remembered import Remembered
 from meshcomm.spmd.types.rules.operands import (
     along_of,
     differentiated,
@@ -67,15 +68,11 @@ from meshcomm.watch import here, watched_by
 
 WHERE = "check_vma"
 _MARK = "mc.mark_varying(x, axes) says along which axes it varies, () for none"
-_LATELY = 64
-"""How many values a pvary is remembered for until the next backward; parameters are remembered all the time."""
-
-
 _OFTEN = 8
 """A view with less than this part of its tensor is varied alone: the sum of the whole would send too much."""
 
 
-class Core(TorchFunctionMode):
+class Core(Remembered, TorchFunctionMode):
     """Tracks what runs on this thread while it is entered, as the part of one rank of ``mesh``."""
 
     def __init__(self, mesh: Mesh, *, insert: bool, grid: Grid | None = None) -> None:
@@ -85,9 +82,6 @@ class Core(TorchFunctionMode):
         self.grid = grid_of(mesh) if grid is None else grid
         self._all = self.grid.axes
         self._known: dict[int, tuple[Tensor, Type, int]] = {}
-        self._given_as: dict[int, tuple[Tensor, int, str]] = {}
-        self._always: dict[int, _Varied] = {}
-        self._lately: OrderedDict[int, _Varied] = OrderedDict()
         self._growing: dict[int, tuple[Tensor, Tensor]] = {}
         self._outer: list[Any] = []
         self._entered = self.passed = moment()
@@ -104,8 +98,7 @@ class Core(TorchFunctionMode):
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
         here.watcher = self._outer.pop()
         if not self._outer:
-            self._always.clear()
-            self._lately.clear()
+            self._forget_all()
             self._growing.clear()
 
     @contextlib.contextmanager
@@ -342,9 +335,10 @@ class Core(TorchFunctionMode):
         if y is None or not same_place(x, y):  # a view of what its base was before x.data = ...
             with self._apart():
                 y = self._varied(x, axes)
-        self._note(y, mine.begins(axes, Origin(name, call_site())))
+        self._note(y, _begun(mine, axes, Origin(name, call_site()), self.grid))
         carried(x, y)
         entry.by[axes] = y
+        entry.wrapped = entry.wrapped or functorch_active()
         return y
 
     def _varied(self, x: Tensor, axes: frozenset[str]) -> Tensor:
@@ -365,29 +359,6 @@ class Core(TorchFunctionMode):
             return False
         whole = self.type_of(base)
         return whole is not None and whole.axes == mine.axes
-
-    def _remembered(self, x: Tensor) -> _Varied:
-        key = id(x)
-        entry = self._always.get(key)
-        if entry is None:
-            entry = self._lately.get(key)
-            if entry is not None:
-                self._lately.move_to_end(key)
-        if entry is None or entry.x is not x or entry.version != version(x) or entry.node is not x.grad_fn:
-            entry = _Varied(x)
-            if isinstance(x, Parameter) or key in self._given_as:
-                self._always[key] = entry
-            else:  # it may have ended for everybody else
-                self._lately[key] = entry
-                if len(self._lately) > _LATELY:
-                    self._lately.popitem(last=False)
-        return entry
-
-    def forget_varied(self, tensors: Iterable[Tensor]) -> None:
-        """Hold nothing that was made of these tensors."""
-        for x in tensors:
-            self._always.pop(id(x), None)
-            self._lately.pop(id(x), None)
 
     def _names(self, axes: frozenset[str]) -> AxisName:
         ordered = tuple(axis for axis in self.mesh.axis_names if axis in axes)
@@ -465,12 +436,10 @@ class Core(TorchFunctionMode):
         )
 
 
-class _Varied:
-    """What pvary made of a tensor, by axes."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x, self.version, self.node = x, version(x), x.grad_fn
-        self.by: dict[frozenset[str], Tensor] = {}
+@functools.lru_cache(maxsize=4096)
+def _begun(kind: Type, axes: frozenset[str], origin: Origin, grid: Grid) -> Type:
+    """The type of what is made to vary along these axes too: the same one each time that it is made in one place."""
+    return kind.begins(axes, origin).placed_on(grid)
 
 
 @at_trace_time

@@ -7,6 +7,7 @@ varies along other axes, if it can be said by axes at all: then the same ranks h
 from __future__ import annotations
 
 import itertools
+import threading
 from typing import Any, NamedTuple, Protocol
 
 
@@ -39,6 +40,10 @@ class Grid:
         """What types on it make together, for who joins them."""
         self.given: dict[Any, Any] = {}
         """What collectives over its axes make of types, for who calls them."""
+        self.short: dict[Any, Any] = {}
+        """How operations on operands of types on it are seen, for who sees them."""
+        self.written = ANY if wrote.any else frozenset()
+        """Nothing was ever written into memory, as far as that is noted, that varies along other axes than these."""
 
     def moved(self, axes: frozenset[str], to: Grid) -> Moved | None:
         """Along which axes of another mesh varies what varies along these of this one; None if that cannot be said."""
@@ -77,14 +82,44 @@ def _matters(axis: int, values: dict[int, tuple[int, ...]], places: dict[int, tu
     )
 
 
+ANY = frozenset([""])
+"""No axes of any grid: what is written may vary as it likes."""
+
+
+class _Wrote:
+    """What is noted as written, whatever it is."""
+
+    __slots__ = ("any", "mark")
+
+    def __init__(self) -> None:
+        self.any, self.mark = False, object()
+        """Another object each time that more may have been written than before, on any grid."""
+
+
+wrote = _Wrote()
+_grids: dict[tuple[tuple[tuple[str, int], ...], tuple[int, ...]], Grid] = {}
+_lock = threading.Lock()
+
 ANYWHERE = Grid({}, ())
 """Of what is the same on every rank there is."""
-
-_grids: dict[tuple[tuple[tuple[str, int], ...], tuple[int, ...]], Grid] = {}
 
 
 def grid_of(mesh: HasGrid) -> Grid:
     """The grid of a mesh; the same one for equal meshes."""
     key = tuple(mesh.shape.items()), mesh.ranks
     found = _grids.get(key)
-    return _grids.setdefault(key, Grid(mesh.shape, mesh.ranks)) if found is None else found
+    if found is None:
+        with _lock:
+            found = _grids.setdefault(key, Grid(mesh.shape, mesh.ranks))
+    return found
+
+
+def written_along(axes: frozenset[str], on: Grid | None) -> None:
+    """What varies along these axes of a grid is about to be noted as written; None: along which is not known."""
+    with _lock:
+        wrote.any = True
+        for grid in _grids.values():
+            more = axes if grid is on else ANY
+            if not more <= grid.written:
+                grid.written |= more
+                wrote.mark = object()

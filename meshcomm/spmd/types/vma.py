@@ -17,7 +17,7 @@ from meshcomm._torch.autograd import functorch_active, unwrapped
 from meshcomm._torch.views import version_of
 from meshcomm.runtime.callsite import CallSite, call_site
 from meshcomm.spmd.types.foreign_memory import any_lent, lend_foreign, with_the_same_memory
-from meshcomm.spmd.types.grids import ANYWHERE, Grid
+from meshcomm.spmd.types.grids import ANYWHERE, Grid, written_along
 from meshcomm.spmd.types.notes import Ever, Note
 from meshcomm.spmd.types.seen_changes import NOTED_AT, by_hand, inside, not_again, stamp, storage_of
 
@@ -50,10 +50,12 @@ class Type(Note):
         self.since = since
         self.ended = ended or {}
         """Where it was made invariant, by axis."""
-        self.axes = frozenset(since)
+        axes = frozenset(since)
+        self.axes = _axes.setdefault(axes, axes)
+        """One object for all types with these."""
         sort = self.axes, frozenset(self.ended)
         self.sort = _sorts.setdefault(sort, sort)
-        """Its axes, those that vary and those that have ended: one object for all types with these."""
+        """Its axes, those that vary and those that have ended: one object, too."""
         self.leaf = False
         for origin in since.values():
             if origin.leaf:
@@ -111,6 +113,7 @@ class Type(Note):
 
 _Sort = tuple[frozenset[str], frozenset[str]]
 _sorts: dict[_Sort, _Sort] = {}
+_axes: dict[frozenset[str], frozenset[str]] = {}
 
 INVARIANT = Type({}, plain=True, grid=ANYWHERE)
 
@@ -146,15 +149,6 @@ def join(types: Sequence[Type], name: str) -> Type:
             origin = here
         since[axis] = origin
     return Type(since, ended)
-
-
-def wider(one: Type, other: Type) -> Type | None:
-    """The one of two types that their join is, if it is one and the value of the other has no gradient."""
-    if len(one.axes) < len(other.axes):
-        one, other = other, one
-    if one.leaf or not other.plain or not other.axes < one.axes or functorch_active():
-        return None
-    return one if not other.ended or other.ended.keys() <= one.ended.keys() | one.axes else None
 
 
 # -------------------------------------------------------------------------------------------- what is noted on a tensor
@@ -358,8 +352,10 @@ def _write(storage: torch.UntypedStorage, kind: Type) -> None:
         return
     if before is None or before.grid is not kind.grid or not kind.axes <= before.axes:
         writes.any = True
+        written_along(kind.axes, kind.grid)
         not_again(storage)
         if before is not None and before.grid is not kind.grid:  # what it is now can be said on neither
+            written_along(kind.axes, None)
             setattr(storage, WRITTEN, next(iter(kind.since.values())))
             return
         setattr(storage, WRITTEN, kind if before is None else Type(kind.since | before.since, grid=kind.grid))
@@ -375,6 +371,7 @@ def unseen_write(x: Tensor, origin: Origin) -> None:
 def unknown_in(storage: torch.UntypedStorage, origin: Origin) -> None:
     """Note that something of unknown type was written into a storage."""
     writes.any = True
+    written_along(frozenset(), None)
     for each in (storage, *with_the_same_memory(storage)):
         setattr(each, WRITTEN, origin)
         not_again(each)

@@ -8,36 +8,35 @@ refused and nothing new is to be found out. That is nearly all of them, so each 
     x.add_(y)  of the type that x has               ──► the operation ──► the change of x is noted as seen
     else                                            ──► the long way, which does the same for these, at length
 
-An operation that is seen at once costs some look-ups in dicts: what a function does is kept by the function
-(``torch_rules``), what types make together by these types and, where it says where it happened, by the instruction.
+What that is for operands of some types is found once and remembered by these (``short``): when the operation comes
+again it is one look-up, and a look at what may have changed on each operand: its count of changes, whether it requires
+grad, what was written into its memory. What a function does is kept by the function (``torch_rules``), what types make
+together by these types and, where it says where it happened, by the instruction.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
-from torch.nn import Parameter
 
-from meshcomm._torch import functorch_active, unwrap_if_dead, version_of
+from meshcomm._torch import functorch_active, unwrap_if_dead
 from meshcomm.mesh import Mesh
 from meshcomm.runtime.callsite import is_ours, outermost
 from meshcomm.spmd.types.core import untraceable
 from meshcomm.spmd.types.foreign_memory import lent
-from meshcomm.spmd.types.grids import ANYWHERE, Grid
+from meshcomm.spmd.types.grids import ANYWHERE, Grid, wrote
+from meshcomm.spmd.types.rules.in_place import InPlace
 from meshcomm.spmd.types.rules.operands import SIMPLE, same_place
-from meshcomm.spmd.types.rules.torch_rules import COMPUTES, READS_ROWS, Kind, kind_of
-from meshcomm.spmd.types.rules.writes import Writes
-from meshcomm.spmd.types.seen_changes import AGAIN, NOTED_AT, SEEN, Again, saw
+from meshcomm.spmd.types.rules.short import ASKS, NUMBERS, SEVERAL, Args, Short, flat_of, simple
+from meshcomm.spmd.types.rules.torch_rules import COMPUTES, KINDS, READS_ROWS
+from meshcomm.spmd.types.seen_changes import AGAIN, NOTED_AT, saw
 from meshcomm.spmd.types.sizes.varying_numbers import made, plain
 from meshcomm.spmd.types.vma import (
     HELD,
-    LEAF,
     NAME,
     WRITTEN,
     Type,
@@ -45,198 +44,348 @@ from meshcomm.spmd.types.vma import (
     no_wider,
     note,
     note_base,
-    shared_leaves,
     writes,
 )
 from meshcomm.watch import here
 
-Args = tuple[Any, ...]
-_SEVERAL = frozenset((list, tuple))
-_NUMBERS = frozenset((tuple, list, slice, torch.Size))
 _NONE = None, None
+_NOWHERE: dict[Any, Any] = {}
 _MOST = 1024
 """Joins that are remembered: of as many types, and of one pair at as many places."""
 
 
-class AtOnce(Writes):
+class AtOnce(InPlace):
     """Sees every operation, most of them at once; the others go the long way."""
 
     def __init__(self, mesh: Mesh, *, insert: bool, grid: Grid | None = None) -> None:
         super().__init__(mesh, insert=insert, grid=grid)
         self._joined: dict[tuple[Type, ...], Type | dict[tuple[int, int, str], tuple[CodeType, Type]]]
-        self._joined = self.grid.joined  # a step is checked by a checker of its own
+        self._joined, self._short = self.grid.joined, self.grid.short  # a step is checked by a checker of its own
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
-        watcher: object = here.watcher
-        if watcher is not self:
+        # All in one: a call of Python is what two of these look-ups cost.
+        if here.watcher is not self:  # type: ignore[comparison-overlap]
             kwargs = kwargs or {}
             return func(*plain(args), **plain(kwargs)) if made.any else func(*args, **kwargs)
         if is_dynamo_compiling():  # before what it cannot trace: it would go on without the trace
             untraceable()
-        kind = kind_of(func)
-        way = kind.way
-        if not way or made.any:
-            return self._operation(kind, func, args, kwargs)
+        if made.any:
+            return self._operation(KINDS[func], func, args, kwargs)
         if kwargs:
             for value in kwargs.values():
                 if type(value) not in SIMPLE and not simple((value,)):
-                    return self._operation(kind, func, args, kwargs)
+                    return self._operation(KINDS[func], func, args, kwargs)
+        a: Any
+        b: Any
+        again: Any
+        short: Any
+        whole: Any
+        result: Any
+        try:
+            if len(args) == 2:
+                a, b = args
+                one, two, three = getattr(a, NAME, None), getattr(b, NAME, None), None
+                short = self._short.get((func, one, two))
+            else:
+                a = b = two = three = None
+                if len(args) == 1:
+                    a = args[0]
+                    if type(a) in SEVERAL and len(a) == 2:
+                        a, b = a
+                        two = getattr(b, NAME, None)
+                elif args and getattr(args[0], NAME, None) is not None:
+                    a, b, *rest = args
+                    two = getattr(b, NAME, None)
+                    three = two if len(rest) == 1 and rest[0] is b else self._third(rest)
+                one = getattr(a, NAME, None)
+                short = self._short.get((func, one, two) if three is None else (func, one, two, three))
+                if three is False:
+                    short = False
+            if short and (
+                (
+                    lent
+                    or (again := getattr(a, AGAIN, None)) is None
+                    or (at := again.at) != a._version
+                    or again.kind is not one
+                    or getattr(a.untyped_storage(), AGAIN, None) is not again
+                    or (a.requires_grad and (one.plain or is_grad_enabled() or not a.is_leaf))
+                    if short.in_place
+                    else ((at := a._version) and at != getattr(a, NOTED_AT, 0)) or (one.plain and a.requires_grad)  # type: ignore[union-attr]
+                )
+                or (
+                    b is not None
+                    and (part := type(b)) not in SIMPLE
+                    and not (
+                        part is slice
+                        and (b.start is None or type(b.start) in SIMPLE)
+                        and (b.stop is None or type(b.stop) in SIMPLE)
+                        and b.step is None
+                    )
+                    and not simple((b,))
+                    if two is None
+                    else ((of_b := b._version) and of_b != getattr(b, NOTED_AT, 0)) or (two.plain and b.requires_grad)
+                )
+                or functorch_active()
+                or (short.mark is not wrote.mark and not self._holds(short, (func, one, two, three)))
+            ):
+                short = False
+        except (RuntimeError, TypeError, AttributeError):
+            short = False  # an inference tensor does not count its changes; what was saved with a type has none
+        if not short:
+            if short is ASKS and not kwargs and (b is None or type(b) is int):
+                return func(*args)
+            result, whole, graph, alone, at = self._one_by_one(func, args, kwargs, short)
+            if whole is None:
+                return result
+            two = three = None if alone else whole
+        elif short.in_place:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+            span, after = again.span, a._version
+            if span[1] == at:  # as saw does it
+                span[1] = again.at = a._meshcomm_version = after
+            else:
+                saw(a, at, after)
+                self._spread(a, again.kind)
+            return result
+        else:
+            if (whole := short.whole) is None:  # it says where
+                whole = self._joined_here((one, two), short.name, sys._getframe(1))  # type: ignore[arg-type]
+            varied = False
+            if short.lacks is None:
+                result = func(*args, **kwargs) if kwargs else func(*args)
+            else:
+                x, at_x = (b, of_b) if short.narrow > 0 else (a, at)
+                if (
+                    len(args) == 2
+                    and short.narrow >= 0
+                    and (y := self._varied_before(x, at_x, short.lacks)) is not None
+                ):
+                    given, varied = (a, y) if short.narrow else (y, b), is_grad_enabled()
+                else:
+                    given = self._evened_pair(short, args, (a, b), at_x)
+                try:
+                    result = func(*given, **kwargs) if kwargs else func(*given)
+                except RuntimeError as error:
+                    if given is not args:
+                        self._not_into_varied(error, short.name)
+                    raise
+            if short.one_kernel and (not types or type(result) is Tensor):
+                if short.graph and (whole.plain if varied else whole.plain == result.requires_grad):
+                    whole = whole.seen(whole.plain)
+                result._meshcomm_type = whole
+                return result
+            graph = short.graph
+        if type(result) is Tensor and getattr(result, NAME, None) is None:  # as note does it
+            if (graph or (kwargs and "requires_grad" in kwargs)) and whole.plain == result.requires_grad:
+                result._meshcomm_type = whole.seen(whole.plain)  # type: ignore[attr-defined]
+            else:  # otherwise none has a gradient, nor the result
+                result._meshcomm_type = whole  # type: ignore[attr-defined]
+            base = result._base
+            if base is not None and two is None and three is None and getattr(base, NAME, None) is whole:
+                # A view of the operand, or of what that is a view of: they count together.
+                if at:
+                    result._meshcomm_version = at  # type: ignore[attr-defined]
+                if whole.axes and (widest := getattr(base, HELD, None)) is not whole:  # type: ignore[union-attr]
+                    if widest is None:
+                        base._meshcomm_held = whole  # type: ignore[attr-defined]
+                    else:
+                        note_base(base, whole, self._known, args)  # type: ignore[arg-type]
+                return result
+            try:
+                if at := result._version:
+                    result._meshcomm_version = at  # type: ignore[attr-defined]
+            except RuntimeError:
+                pass
+            if base is not None:
+                note_base(base, whole, self._known, flat_of(args))
+            return result
+        for part in result if type(result) is tuple else (result,):
+            if type(part) is not Tensor or getattr(part, NAME, None) is not None:
+                if result is not args[0]:
+                    self._note_all(result, whole, [x for x in flat_of(args) if isinstance(x, Tensor)])
+                break
+            note(part, whole, self._known, flat_of(args))
+        return result
+
+    def _one_by_one(self, func: Any, args: Args, kwargs: Any, short: Any) -> tuple[Any, Any, bool, bool, int]:
+        """What it gives, once each operand was looked at, and its type, if that is still to be noted; whether it may
+        have a gradient; whether of one tensor alone, and how often that was changed.
+
+        short: what is remembered of such operands; None: nothing yet.
+        """
+        kind = KINDS[func]
+        way, flat = kind.way, args
         if way is COMPUTES:
-            return self._in_place(kind, func, args, kwargs)
-        # From here on all in one: a call of Python is what two of these look-ups cost.
-        flat = args
-        if way is READS_ROWS and args and type(args[0]) in _SEVERAL:
-            flat = args[0] if len(args) == 1 else (*args[0], *args[1:])
-        grid, slow = self.grid, writes.any
+            return self._in_place(kind, func, args, kwargs, short), None, False, False, 0
+        if not way:
+            if kind.asks and not kwargs and 0 < len(args) <= 2 and type(one := getattr(args[0], NAME, None)) is Type:
+                self._short[func, one, None] = ASKS
+            return self._operation(kind, func, args, kwargs), None, False, False, 0
+        if way is READS_ROWS:
+            flat = flat_of(args)
+        grid, slow, at = self.grid, writes.any, 0
+        within = grid.written
         whole: Any = None
         second: Any = None
-        more = known = graph = False
+        more = graph = False
         try:
             for x in flat:
                 mine = getattr(x, NAME, None)
                 if mine is None:
-                    if (one := type(x)) in SIMPLE or (
+                    if (part := type(x)) in SIMPLE or (
                         (type(x.start) in SIMPLE and type(x.stop) in SIMPLE and type(x.step) in SIMPLE)
-                        if one is slice
-                        else one in _NUMBERS and simple(x)
+                        if part is slice
+                        else part in NUMBERS and simple(x)
                     ):
                         continue
+                    whole = None
                     break
-                if mine.grid is not grid and mine.grid is not ANYWHERE:
-                    break
-                if (at := version_of(x)) and at != getattr(x, NOTED_AT, 0):
+                if (
+                    (mine.grid is not grid and mine.grid is not ANYWHERE)
+                    or ((at := x._version) and at != getattr(x, NOTED_AT, 0))
+                    or (
+                        slow
+                        and not within <= mine.axes
+                        and (written := getattr(x.untyped_storage(), WRITTEN, None)) is not None
+                        and not no_wider(written, mine, grid)
+                    )
+                ):
+                    whole = None
                     break
                 if not mine.plain:
                     graph = True
                 elif x.requires_grad:
                     # In a graph since its type was noted: changed in place, or given by a function out of sight.
                     if not x.is_leaf:
+                        whole = None
                         break
                     graph = True
-                if (
-                    slow
-                    and (written := getattr(x.untyped_storage(), WRITTEN, None)) is not None
-                    and not no_wider(written, mine, grid)
-                ):
-                    break
                 if whole is None:
                     whole = mine
-                elif kind.sized:
-                    break
                 elif second is None:
+                    if kind.sized:
+                        whole = None
+                        break
                     second = mine
                 else:
                     more = True
                     if mine.sort is not whole.sort:
                         second = mine
-            else:
-                known = True
         except (RuntimeError, ValueError, AttributeError):
-            pass  # nothing is noted; an inference tensor does not count its changes; some have no storage
+            whole = None  # nothing is noted; an inference tensor does not count its changes; some have no storage
+        uneven = second is not None and whole is not None and second.sort is not whole.sort
         transformed = functorch_active()
-        if not known or whole is None or (slow and transformed):
-            return self._operation(kind, func, args, kwargs)
-        if second is None or second.sort is whole.sort:
-            result = func(*args, **kwargs) if kwargs else func(*args)
-        else:
-            joined: Any = None if graph or more or transformed else self._joined.get((whole, second))
-            if type(joined) is dict:  # it says where
-                frame = sys._getframe(1)
-                joined = joined.get((id(frame.f_code), frame.f_lasti, kind.name), _NONE)[1]
-            if type(joined) is Type:  # and nothing is to be varied, for nothing has a gradient
-                whole = joined
-                result = func(*args, **kwargs) if kwargs else func(*args)
-            else:
-                types = (whole, second)
-                if more:
-                    types = tuple([m for x in flat if (m := getattr(x, NAME, None)) is not None])
-                if transformed or (joined := self._evened_at_once(kind.name, types, args, flat)) is None:
-                    return self._operation(kind, func, args, kwargs)
-                whole, given = joined
-                try:
-                    result = func(*given, **kwargs) if kwargs else func(*given)
-                except RuntimeError as error:
-                    if given is not args:
-                        self._not_into_varied(error, kind.name)
-                    raise
-        if type(result) is Tensor and not transformed and getattr(result, NAME, None) is None:  # as note does it
-            if (graph or kwargs) and whole.plain == result.requires_grad:  # else none has a gradient, nor the result
-                setattr(result, NAME, whole.seen(whole.plain))
-            else:
-                setattr(result, NAME, whole)
-            base = result._base
-            if base is None:
-                if not kind.one_kernel:
-                    try:
-                        if at := version_of(result):
-                            setattr(result, NOTED_AT, at)
-                    except RuntimeError:
-                        pass
-                return result
-            if second is None and getattr(base, NAME, None) is whole:
-                # A view of the operand, or of what that is a view of: they count together.
-                if at:
-                    setattr(result, NOTED_AT, at)
-                if whole.axes and getattr(base, HELD, None) is not whole:  # type: ignore[union-attr]
-                    note_base(base, whole, self._known, flat)  # type: ignore[arg-type]
-                return result
-            try:
-                if at := version_of(result):
-                    setattr(result, NOTED_AT, at)
-            except RuntimeError:
-                pass
-            note_base(base, whole, self._known, flat)
-            return result
-        for part in result if type(result) is tuple else (result,):
-            if type(part) is not Tensor or getattr(part, NAME, None) is not None:
-                if result is not args[0]:
-                    self._note_all(result, whole, [x for x in flat if isinstance(x, Tensor)])
-                break
-            note(part, whole, self._known, flat)
-        return result
-
-    def _operation(self, kind: Kind, func: Any, args: Args, kwargs: Any) -> Any:
-        """The long way."""
-        raise NotImplementedError
+        if whole is None or (transformed and (slow or uneven)):
+            return self._operation(kind, func, args, kwargs), None, False, False, 0
+        given, joined = args, whole
+        if uneven:
+            types = tuple([m for x in flat if (m := getattr(x, NAME, None)) is not None]) if more else (whole, second)
+            whole = self._joined_here(types, kind.name, sys._getframe(2))
+            joined = self._joined.get(types)
+        if short is None and (flat is args or (len(flat) == 2 and len(args) == 1)):
+            self._shorten(kind, func, flat, joined)
+        if (
+            uneven
+            and graph
+            and is_grad_enabled()
+            and (given := self._evened_at_once(whole.axes, kind.name, args, flat)) is None
+        ):
+            return self._operation(kind, func, args, kwargs), None, False, False, 0
+        try:
+            result = func(*given, **kwargs) if kwargs else func(*given)
+        except RuntimeError as error:
+            if given is not args:
+                self._not_into_varied(error, kind.name)
+            raise
+        if transformed:
+            self._note_all(result, whole, [x for x in flat if isinstance(x, Tensor)])
+            return result, None, False, False, 0
+        if kind.one_kernel and type(result) is Tensor:
+            setattr(result, NAME, whole.seen(result.requires_grad) if graph else whole)
+            return result, None, False, False, 0
+        return result, whole, graph, second is None, at
 
     # ------------------------------------------------------------------------------------------------ of several types
 
-    def _evened_at_once(self, name: str, types: tuple[Type, ...], args: Args, flat: Args) -> tuple[Type, Args] | None:
-        """The type of what is made of operands of several types, all known as of now, and the arguments, with what is
-        to be varied varied; None if that was not done before.
-        """
-        joined: Any = self._joined.get(types)
+    def _joined_here(self, types: tuple[Type, ...], name: str, frame: FrameType) -> Type:
+        """The type of what is made of operands of these types by the instruction of this frame, where it matters."""
+        joined: Any = self._joined.get(types, _NOWHERE)
         if type(joined) is Type:
-            whole = joined
-        else:
-            frame = sys._getframe(2)
-            if is_ours(frame.f_code.co_filename):
-                frame = outermost(frame)
-            place = id(frame.f_code), frame.f_lasti, name
-            found = None if joined is None else joined.get(place)
-            whole = self._join(types, name, place, frame) if found is None else found[1]
-        axes, given = whole.axes, args
-        if not axes or not is_grad_enabled():
-            return whole, args
+            return joined
+        found = joined.get((id(frame.f_code), frame.f_lasti, name))
+        if found is not None:
+            return found[1]  # type: ignore[no-any-return]
+        if is_ours(frame.f_code.co_filename):
+            frame = outermost(frame)
+        place = id(frame.f_code), frame.f_lasti, name
+        found = joined.get(place)
+        return self._join(types, name, place, frame) if found is None else found[1]
+
+    def _evened_at_once(self, axes: frozenset[str], name: str, args: Args, flat: Args) -> Any:
+        """The arguments, of which all types are known as of now, with a pvary of what is to be varied to vary along
+        these axes; None if these are no operands but a list of them.
+        """
+        given = args
         for i, x in enumerate(flat):
             mine = getattr(x, NAME, None)
-            if mine is None or mine is whole or len(mine.axes) == len(axes) or not x.requires_grad:
+            if mine is None or mine.axes is axes or not x.requires_grad:
                 continue
-            # The pvary of x that vary would give, if it was made before.
-            key = id(x)
-            entry = self._always.get(key)
-            if entry is None:
-                entry = self._lately.get(key)
-                if entry is None:
-                    return None
-                self._lately.move_to_end(key)
-            if flat is not args or entry.x is not x or entry.version != version_of(x) or entry.node is not x.grad_fn:
+            if flat is not args:
                 return None
-            y = entry.by.get(axes - mine.axes if mine.axes else axes)
-            if y is None or not self.insert or unwrap_if_dead(y) is not y or not same_place(x, y):
+            lacks = axes - mine.axes
+            y = self._varied_before(x, x._version, lacks)
+            if y is None:
+                if not is_grad_enabled():
+                    continue
+                operands = [each for each in flat if getattr(each, NAME, None) is not None]
+                y = self.vary(x, lacks, name, operands, [getattr(each, NAME) for each in operands])
+            given = (*given[:i], y, *given[i + 1 :])
+        return given
+
+    def _evened_pair(self, short: Short, args: Args, pair: Args, at: int) -> Args:
+        """The arguments, which begin with these two operands or are a list of them, with a pvary of each that lacks
+        axes, if it has a gradient. ``at``: how often the one was changed, if it is one.
+        """
+        if short.narrow < 0:
+            assert short.whole is not None
+            flat = args if len(args) > 1 else pair
+            given = self._evened_at_once(short.whole.axes, short.name, flat, flat)
+        else:
+            x = pair[short.narrow]
+            assert short.lacks is not None
+            if not x.requires_grad:
+                return args
+            y = self._varied_before(x, at, short.lacks)
+            if y is None:
+                if not is_grad_enabled():
+                    return args
+                y = self.vary(x, short.lacks, short.name, pair, [getattr(each, NAME) for each in pair])
+            given = (pair[0], y) if short.narrow else (y, pair[1])
+            if len(args) > 2:
+                given = (*given, *args[2:])
+        return given if len(args) > 1 else ([*given],)
+
+    def _varied_before(self, x: Tensor, at: int, axes: frozenset[str]) -> Tensor | None:
+        """The pvary of ``x``, changed so often, that vary would give, if it was made before."""
+        entry = self._pvaried.get(id(x))
+        if (
+            entry is None
+            or entry.version != at
+            or not x.requires_grad
+            or (entry.node is not None and entry.node is not x.grad_fn)
+            or (y := entry.by.get(axes)) is None
+            or (entry.wrapped and unwrap_if_dead(y) is not y)
+        ):
+            return None
+        try:
+            if x.dtype is not entry.dtype or not x.is_set_to(y):
                 return None
-            given = (given[0], y) if i == 1 and len(given) == 2 else (*given[:i], y, *given[i + 1 :])
-        return whole, given
+        except (NotImplementedError, RuntimeError):
+            if not same_place(x, y):
+                return None
+        if not entry.newest:
+            self._use(entry)
+        return y
 
     def _join(self, types: tuple[Type, ...], name: str, place: tuple[int, int, str], frame: FrameType) -> Type:
         """The join of these types, remembered. Where it is one of theirs, that is all there is to it; otherwise it says
@@ -257,98 +406,3 @@ class AtOnce(Writes):
             places.clear()
         places[place] = frame.f_code, whole
         return whole
-
-    # ------------------------------------------------------------------------------------------------------- in place
-
-    def _in_place(self, kind: Kind, func: Any, args: Args, kwargs: Any) -> Any:
-        """What is computed in place of operands that are all of the type of the first argument: that is left as it is
-        where no graph has to do with it, and the change is noted as seen.
-        """
-        grid, known, even = self.grid, False, not kind.overwrites
-        again: Any
-        try:
-            x = args[0]
-            mine, again = getattr(x, NAME), getattr(x, AGAIN, None)
-            same = again is not None and getattr(x.untyped_storage(), AGAIN, None) is again
-            if (
-                not same
-                or (before := again.at) != version_of(x)
-                or again.kind is not mine
-                or again.grid is not grid
-                or lent
-            ):
-                before = version_of(x)
-                again = self._target(x, mine, before)
-            if again is not None and not (x.requires_grad and (mine.plain or is_grad_enabled() or not x.is_leaf)):
-                for y in args:
-                    if y is x:
-                        continue
-                    other = getattr(y, NAME, None)
-                    if other is None:
-                        if type(y) in SIMPLE or simple((y,)):
-                            continue
-                        break
-                    if (
-                        other.sort is not mine.sort
-                        or ((at := version_of(y)) and at != getattr(y, NOTED_AT, 0))
-                        or (other.grid is not grid and other.grid is not ANYWHERE)
-                        or (y.requires_grad and (other.plain or is_grad_enabled() or not y.is_leaf))
-                        or (
-                            writes.any
-                            and (written := getattr(y.untyped_storage(), WRITTEN, None)) is not None
-                            and not no_wider(written, mine, grid)
-                        )
-                    ):
-                        break
-                    even = True
-                else:
-                    known = even or not mine.axes  # or it is overwritten with what is the same everywhere
-        except (RuntimeError, ValueError, AttributeError, IndexError):
-            pass  # as above
-        if not known or functorch_active():
-            return self._operation(kind, func, args, kwargs)
-        result = func(*args, **kwargs) if kwargs else func(*args)
-        after = version_of(x)
-        if (last := again.span) is not None and last[1] == before:  # as saw does it
-            last[1] = again.at = after
-            setattr(x, NOTED_AT, after)
-        else:
-            saw(x, before, after)
-            self._spread(x, mine)
-        return result
-
-    def _target(self, x: Any, mine: Type, before: int) -> Again | None:
-        """What may be written into by what is of its own type, and is no view, as long as nothing else is noted of its
-        memory; None if it may not.
-        """
-        grid = self.grid
-        if (
-            (before and before != getattr(x, NOTED_AT, 0))
-            or (mine.grid is not grid and mine.grid is not ANYWHERE)
-            or (type(x) is not Tensor and type(x) is not Parameter)
-            or x._base is not None
-        ):
-            return None
-        storage = x.untyped_storage()
-        written, seen = getattr(storage, WRITTEN, None), getattr(storage, SEEN, None)
-        if (
-            written is not None and not (type(written) is Type and written.grid is grid and written.axes == mine.axes)
-        ) or (shared_leaves.any and (leaf := getattr(storage, LEAF, None)) is not None and leaf() is not x):
-            return None
-        if lent or seen is None or seen[-1][1] != before or (written is None and mine.axes):
-            return Again(mine, grid, None, before)
-        again = Again(mine, grid, seen[-1], before)
-        setattr(x, AGAIN, again)
-        setattr(storage, AGAIN, again)
-        return again
-
-
-def simple(values: Iterable[Any]) -> bool:
-    """Whether all are simple values, or tuples, lists and slices of them, such as shapes and places."""
-    for value in values:
-        kind = type(value)
-        if kind not in SIMPLE:
-            parts = (value.start, value.stop, value.step) if kind is slice else value
-            if kind not in _NUMBERS or not simple(parts):
-                return False
-    return True

@@ -71,7 +71,7 @@ class Functions(Operations):
             if not (
                 kwargs.get("retain_graph") or kwargs.get("create_graph") or len(args) > (3 if kind.gradients else 2)
             ):
-                self._lately.clear()  # their graphs have ended
+                self._forget_lately()  # their graphs have ended
         if kind.gradients:
             inputs = args[1] if len(args) > 1 else kwargs["inputs"]
             inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)

@@ -205,7 +205,8 @@ class _Kinds(dict[Any, Kind]):
 
 
 _MOST = 4096
-kind_of: Callable[[Any], Kind] = _Kinds().__getitem__
+KINDS = _Kinds()
+kind_of: Callable[[Any], Kind] = KINDS.__getitem__
 """How to read a function of torch, as a mode is given it."""
 
 

@@ -22,6 +22,7 @@ from meshcomm.spmd.types.notes import Ever
 from meshcomm.spmd.types.rules.operands import along_of, differentiated, text_of, tracked, version, versions_of
 from meshcomm.spmd.types.seen_changes import NOTED_AT, SEEN, saw, storage_of
 from meshcomm.spmd.types.vma import (
+    NAME,
     Origin,
     Type,
     forget,
@@ -96,6 +97,8 @@ class Writes(Core):
         """``x`` itself, which has just become a leaf if it is one that requires grad: it gets its number."""
         if isinstance(x, Tensor) and x.requires_grad and x.is_leaf and (mine := self.type_of(x)) is not None:
             numbered(x, mine.axes, next_time(f"made at {call_site()}"), declared=False)
+            if (noted := marked(x)) is not None and not functorch_active():
+                setattr(x, NAME, noted.seen(True))
         return x
 
     def parameter(self, made: Tensor, data: Tensor) -> None:

@@ -1,0 +1,87 @@
+"""The pvarys that the checker of varying types has made: each is made once, for all uses of a value."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from meshcomm.spmd.types.rules.operands import version
+
+_LATELY = 64
+"""How many values a pvary is remembered for until the next backward; parameters are remembered all the time."""
+
+
+class Varied:
+    """What pvary made of a tensor, by axes."""
+
+    __slots__ = ("by", "dtype", "newest", "node", "version", "wrapped", "x")
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.version, self.node, self.dtype = x, version(x), x.grad_fn, x.dtype
+        self.by: dict[frozenset[str], Tensor] = {}
+        self.wrapped = False
+        """Some of it was made under a transform of torch.func, which may have ended."""
+        self.newest = False
+        """None is to be forgotten later."""
+
+
+class Remembered:
+    """What was made of which tensor, as long as that is what it was then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._given_as: dict[int, tuple[Tensor, int, str]] = {}
+        self._pvaried: dict[int, Varied] = {}
+        """By id, the tensors of which a pvary was made."""
+        self._lately: OrderedDict[int, Varied] = OrderedDict()
+        """Those of them that are forgotten with the next backward, or earlier: the last one was used last."""
+        self._newest: Varied | None = None
+        """The last one, as long as it is there."""
+
+    def _remembered(self, x: Tensor) -> Varied:
+        key = id(x)
+        entry = self._pvaried.get(key)
+        if entry is None or entry.version != version(x) or entry.node is not x.grad_fn:
+            if entry is not None:
+                self.forget_varied((x,))
+            entry = self._pvaried[key] = Varied(x)
+            if isinstance(x, Parameter) or key in self._given_as:
+                entry.newest = True
+            else:  # it may have ended for everybody else
+                self._use(entry)
+                if len(self._lately) > _LATELY:
+                    del self._pvaried[self._lately.popitem(last=False)[0]]
+        elif not entry.newest:
+            self._use(entry)
+        return entry
+
+    def _use(self, entry: Varied) -> None:
+        """It is used now, later than all others that are remembered for some time."""
+        if self._newest is not None:
+            self._newest.newest = False
+        self._newest, entry.newest = entry, True
+        key = id(entry.x)
+        self._lately[key] = entry
+        self._lately.move_to_end(key)
+
+    def _forget_lately(self) -> None:
+        """Hold nothing that was made of what may have ended."""
+        for key in self._lately:
+            self._pvaried.pop(key, None)
+        self._newest = None
+        self._lately.clear()
+
+    def _forget_all(self) -> None:
+        """Hold nothing."""
+        self._forget_lately()
+        self._pvaried.clear()
+
+    def forget_varied(self, tensors: Iterable[Tensor]) -> None:
+        """Hold nothing that was made of these tensors."""
+        for x in tensors:
+            self._pvaried.pop(id(x), None)
+            if self._lately.pop(id(x), None) is self._newest:
+                self._newest = None

@@ -1,0 +1,459 @@
+"""What the checker of varying types remembers of operations, and of the pvarys that it made: each time it is as if all
+were looked at again.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+import meshcomm as mc
+from meshcomm.spmd.types.grids import ANY, Grid, grid_of
+from meshcomm.spmd.types.rules import at_once, in_place
+from meshcomm.spmd.types.rules.torch_rules import kind_of
+from meshcomm.spmd.types.sizes import varying_numbers
+from meshcomm.spmd.types.vma import Type, marked
+
+SHAPE = {"dp": 2, "tp": 2}
+
+
+class AllLong(dict[Any, Any]):
+    """Functions as the checker reads them, none of which is seen at once."""
+
+    def __missing__(self, func: Any) -> Any:
+        return replace(kind_of(func), way=0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests have made says nothing here."""
+    for module in (at_once, in_place):
+        monkeypatch.setattr(module, "lent", {})
+    monkeypatch.setattr(varying_numbers.made, "any", False)
+    monkeypatch.setattr(grid(), "short", {})
+    monkeypatch.setattr(grid(), "written", frozenset())
+
+
+def grid() -> Grid:
+    return grid_of(SimpleNamespace(shape=SHAPE, ranks=(0, 1, 2, 3)))
+
+
+def of(axes: str | tuple[str, ...], *shape: int) -> Tensor:
+    """Other numbers on each rank along these axes."""
+    axes = (axes,) if isinstance(axes, str) else axes
+    numbers = torch.arange(1.0, 1 + torch.Size(shape or (4,)).numel()).reshape(shape or (4,))
+    for i, axis in enumerate(axes):
+        numbers = numbers + 0.5 * 10**i * mc.axis_index(axis)
+    return mc.mark_varying(numbers, axes)
+
+
+def weight(*shape: int) -> Tensor:
+    return of((), *shape).requires_grad_()
+
+
+def in_ranks(run: Callable[[], Any]) -> list[Any]:
+    def main() -> Any:
+        with mc.use_mesh(mc.make_mesh(SHAPE)):
+            return run()
+
+    return mc.launch(main, ranks=4)
+
+
+def told(x: Any) -> Any:
+    return None if not isinstance(x, Tensor) else (mc.varying_axes(x), x.requires_grad, x.detach().clone())
+
+
+Program = Callable[[], list[Any]]
+
+
+def written_between() -> list[Any]:
+    x, w, found = of("dp"), weight(), []
+    for _ in range(4):
+        for _ in range(3):
+            y = x * w
+        found += [y, *torch.autograd.grad(y.sum(), w)]
+        with torch.no_grad():
+            w.mul_(0.5)
+    return found
+
+
+def another_place() -> list[Any]:
+    """``w.data = ...`` counts no change, and nobody sees it."""
+    x, w, found = of("dp", 2, 2), weight(2, 2), []
+    for change in (lambda: torch.ones(2, 2), lambda: w.data.t(), lambda: 2 * w.data, lambda: w.data[:]):
+        for _ in range(3):
+            y = x * w
+        found.append(y)
+        with torch._C.DisableTorchFunction():
+            w.data = change()
+        y = x * w
+        found += [y, *torch.autograd.grad(y.sum(), w)]
+    return found
+
+
+def by_another_thread() -> list[Any]:
+    x, w = of("dp"), weight()
+    for _ in range(3):
+        y = x * w
+
+    def change() -> None:
+        w.data = torch.full((4,), 7.0)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    thread.join()
+    after = x * w
+    return [y, after, *torch.autograd.grad(y.sum() + after.sum(), w)]
+
+
+def after_backward() -> list[Any]:
+    x, w = of("dp"), weight()
+    for _ in range(3):
+        for _ in range(3):
+            y = x * w
+        y.sum().backward()
+    return [w.grad]
+
+
+def several_axes() -> list[Any]:
+    w, found = weight(), []
+    each = [of("dp"), of("tp"), of(("dp", "tp"))]
+    for _ in range(4):
+        total = sum(((x * w).sum() for x in each), start=torch.zeros(()))
+        found += torch.autograd.grad(total, w)
+    return found
+
+
+def partly_varied() -> list[Any]:
+    """What varies along one axis meets what varies along two, and along another one alone."""
+    x, v = of(("dp", "tp")), of("dp").requires_grad_()
+    u = of("tp").requires_grad_()
+    found: list[Any] = []
+    for _ in range(4):
+        y = x * v + u * v
+        found += [y, *torch.autograd.grad(y.sum(), [u, v])]
+    return found
+
+
+def freed() -> list[Any]:
+    """Others of the same id."""
+    x, found = of("dp"), []
+    for i in range(20):
+        w = (of(()) * i).requires_grad_()
+        for _ in range(3):
+            y = x * w
+        found += [y, *torch.autograd.grad(y.sum(), w)]
+        del w, y
+    return found
+
+
+def another_leaf() -> list[Any]:
+    """It is one no more, and one again."""
+    x, w = of("dp"), weight()
+    for _ in range(3):
+        one = x * w
+    w.requires_grad_(False)
+    two = x * w
+    w.requires_grad_()
+    three = x * w
+    return [one, two, three, *torch.autograd.grad(one.sum() + three.sum(), w)]
+
+
+def without_grad() -> list[Any]:
+    x, w = of("dp"), weight()
+    with torch.no_grad():
+        first = [x * w for _ in range(3)][-1]
+    for _ in range(3):
+        y = x * w
+    with torch.no_grad():
+        last = x * w
+    return [first, y, last, *torch.autograd.grad(y.sum(), w)]
+
+
+def lists() -> list[Any]:
+    x, w = of("dp"), weight()
+    u, v = of("dp").requires_grad_(), of("tp").requires_grad_()
+    found: list[Any] = []
+    for _ in range(4):
+        y, z = torch.cat([x, w]), torch.cat((u, v))
+        found += [y, z, *torch.autograd.grad(y.square().sum() + z.square().sum(), [w, u, v])]
+    return found
+
+
+def three_operands() -> list[Any]:
+    x, w, b = of("dp", 3, 4), weight(2, 4), weight(2)
+    found: list[Any] = []
+    for _ in range(4):
+        y = F.linear(x * 1.0, w, b)
+        z = torch.addcmul(x, of(("tp",), 4), w[0])
+        found += [y, z, *torch.autograd.grad(y.square().sum() + z.square().sum(), [w, b])]
+    return found
+
+
+def more_arguments() -> list[Any]:
+    """The same function of two tensors, and of a number after them, or a tensor there."""
+    x, w, i = of("dp") * 1.0, weight(), torch.tensor([1, 0])
+    found: list[Any] = []
+    for _ in range(4):
+        y = torch.dist(x, w) + torch.dist(x, w, 1.0) + x.transpose(0, 0).view(2, 2).sum(0, True).sum()
+        z = w.index_select(0, i).sum() + x.index_select(0, i).sum() + torch.clamp(x, None, w).sum()
+        found += [y, z, *torch.autograd.grad(y + z, w)]
+    return found
+
+
+def keywords() -> list[Any]:
+    x, w = of("dp"), weight()
+    found: list[Any] = []
+    for _ in range(4):
+        y = torch.add(x, w, alpha=2.0)
+        z = torch.full_like(x, 2.0, requires_grad=True)
+        found += [y, z, (x * z), torch.add(x, other=w), *torch.autograd.grad(y.sum(), w)]
+    return found
+
+
+def in_place_again() -> list[Any]:
+    x, y, w, n = of("dp"), of("dp"), weight(), of(())
+    found: list[Any] = []
+    for _ in range(4):
+        x.mul_(y).add_(y, alpha=0.5).addcmul_(y, y, value=-0.5).mul_(0.5).clamp_(0.0, 9.0).copy_(y)
+        n.mul_(n).add_(1.0)
+        with torch.no_grad():
+            w.add_(n, alpha=-0.1).mul_(0.5)
+        found += [x.clone(), n.clone(), w.detach()]
+    x.copy_(n)
+    found += [x, x * y]
+    y.requires_grad_()
+    x.mul_(y)
+    return [*found, x]
+
+
+def parts_written() -> list[Any]:
+    """What was written through another name is looked for, wherever something wider was written."""
+    x, y, n = of("dp"), of(()), of(())
+    found: list[Any] = []
+    for _ in range(4):
+        found += [x * 2.0, y * n, x * y, y.view(2, 2), n.add_(y).clone()]
+    y.data.copy_(x)
+    return [*found, y * n, x * y, y.view(2, 2), n.add_(y), n]
+
+
+def a_leaf_out_of_sight() -> list[Any]:
+    x, w = of("dp"), of(())
+    for _ in range(3):
+        y = x * w
+    with torch._C.DisableTorchFunction():
+        w.requires_grad_()
+    z = x * w
+    return [y, z, *torch.autograd.grad(z.sum(), w)]
+
+
+def changed_out_of_sight() -> list[Any]:
+    """Of the first operand, and of the second one."""
+    x, w, found = of("dp") * 1.0, weight(), []
+    v = of("dp") * 1.0
+    for _ in range(3):
+        found.append(x * w)
+        found.append(w * v)
+    for operation, changed in ((lambda: x * w, x), (lambda: w * v, v)):
+        with torch._C.DisableTorchFunction():
+            changed.add_(1.0)
+        with pytest.raises(mc.VaryingError, match="changed out of sight"):
+            operation()
+    return found
+
+
+def slices() -> list[Any]:
+    x = of("dp").requires_grad_()
+    found: list[Any] = []
+    for _ in range(4):
+        y = x * 1.0
+        found += [y[:2], y[1:3][0], y[0], y[::2], y[..., None], y.view(2, 2)[1:].t(), y.view(2, 2).T, y.detach()[1:]]
+    return found
+
+
+PROGRAMS: dict[str, Program] = {
+    each.__name__.replace("_", " "): each
+    for each in (
+        written_between, another_place, by_another_thread, after_backward, several_axes, partly_varied, freed,
+        another_leaf, without_grad, lists, three_operands, more_arguments, keywords, in_place_again, parts_written,
+        slices, a_leaf_out_of_sight, changed_out_of_sight,
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_is_as_if_all_were_looked_at(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> list[Any]:
+        with mc.check_vma():
+            try:
+                return [told(x) for x in PROGRAMS[name]()]
+            except (mc.VaryingError, RuntimeError) as error:
+                return [type(error), str(error).split(" at ")[0]]
+
+    short = in_ranks(run)
+    assert any(grid().short.values()), "nothing was remembered"
+    monkeypatch.setattr(at_once, "KINDS", AllLong())
+    monkeypatch.setattr(grid(), "short", {})
+    long = in_ranks(run)
+    assert not any(grid().short.values())
+    for mine, other in zip(short, long, strict=True):
+        assert len(mine) == len(other)
+        for one, two in zip(mine, other, strict=True):
+            if isinstance(one, tuple) and len(one) == 3:
+                assert one[:2] == two[:2]
+                assert_close(one[2], two[2], rtol=0, atol=0)
+            else:
+                assert one == two
+
+
+def test_none_of_these_is_refused() -> None:
+    """Else the test above would compare two errors."""
+
+    def run() -> list[str]:
+        refused = []
+        with mc.check_vma():
+            for name, program in PROGRAMS.items():
+                try:
+                    program()
+                except (mc.VaryingError, RuntimeError) as error:
+                    refused.append(f"{name}: {error}")
+        return refused
+
+    assert in_ranks(run) == [[]] * 4
+
+
+def test_what_is_written_again_and_has_other_memory_meanwhile() -> None:
+    def run() -> None:
+        x, by, y = of("dp"), of("dp"), of(())
+        with mc.check_vma(), torch.no_grad():
+            for _ in range(5):
+                x.mul_(by)
+            with torch._C.DisableTorchFunction():
+                x.data = y
+            x.mul_(by)
+            with pytest.raises(mc.VaryingError, match="item.*makes a Python value of a tensor that varies along 'dp'"):
+                y[0].item()
+
+    in_ranks(run)
+
+
+def test_what_has_no_gradient_is_noted_so() -> None:
+    def run() -> list[Any]:
+        with mc.check_vma():
+            x, w = of("dp") * 1.0, weight()
+            for _ in range(4):
+                y = x * w
+            with torch.no_grad():
+                z = x * w
+            return [each is not None and each.plain for each in (marked(y), marked(z))]
+
+    assert in_ranks(run) == [[False, True]] * 4
+
+
+def test_lasting_notes_hold_no_tensors() -> None:
+    """What is remembered for the next checks are types."""
+
+    def run() -> bool:
+        with mc.check_vma():
+            for program in PROGRAMS.values():
+                program()
+        return True
+
+    assert all(in_ranks(run))
+    kinds = {type(part) for key in grid().short for part in key[1:]}
+    assert kinds <= {Type, type(None)}
+
+
+def test_the_last_pvary_is_forgotten_with_backward() -> None:
+    def run() -> list[Any]:
+        with mc.check_vma():
+            x, w = of("dp"), weight()
+            checker: Any = mc.watch.here.watcher
+            for _ in range(3):
+                y = x * w
+            held = [len(checker._pvaried), len(checker._lately), checker._newest is not None]
+            y.sum().backward()
+            return [held, [len(checker._pvaried), len(checker._lately), checker._newest is not None]]
+
+    assert in_ranks(run) == [[[1, 1, True], [0, 0, False]]] * 4
+
+
+def test_a_leaf_is_noted_as_one_from_when_it_is_one() -> None:
+    with mc.use_mesh(mc.make_mesh({"x": 1})), mc.check_vma():
+        w = torch.ones(2).detach().requires_grad_()
+        noted = marked(w)
+        assert noted is not None
+        assert not noted.plain
+        v = torch.ones(2)
+        v.requires_grad = True
+        noted = marked(v)
+        assert noted is not None
+        assert not noted.plain
+        w.requires_grad_(False)
+        assert not (w * 1.0).requires_grad
+
+
+def test_what_is_asked_again_and_of_a_size_that_varies() -> None:
+    def run() -> list[Any]:
+        with mc.check_vma():
+            x = of("dp", 2, 2)
+            known = [x.size(0), x.size(0), x.size(-1), x.dim(), x.dim(), tuple(x.size()), x.size(dim=1)]
+            assert x.is_same_size(x)
+            with pytest.raises(mc.VaryingError, match="size.*makes a Python value of a tensor that varies"):
+                x.size(mc.axis_index("dp"))  # type: ignore[call-overload]
+            return known
+
+    assert in_ranks(run) == [[2, 2, 2, 2, 2, (2, 2), 2]] * 4
+
+
+def test_what_was_saved_with_a_type_has_none() -> None:
+    with mc.use_mesh(mc.make_mesh({"x": 1})):
+        x = pickle.loads(pickle.dumps(mc.mark_varying(torch.ones(2), "x")))
+        with mc.check_vma():
+            for _ in range(3):
+                assert x.size(0) == 2
+                y, z = x * x, torch.addcmul(torch.ones(2), x, x)
+        for each in (x, y, z):
+            with pytest.raises(mc.VaryingError, match="unknown"), mc.check_vma():
+                mc.varying_axes(each)
+
+
+def test_what_was_written_on_one_mesh_is_looked_for_on_all() -> None:
+    """Also on one that is made later."""
+    with mc.use_mesh(mc.make_mesh({"one": 1})), mc.check_vma():
+        first = grid_of(mc.current_mesh())  # type: ignore[arg-type]
+        mc.mark_varying(torch.ones(2), "one").mul_(mc.mark_varying(torch.ones(2), "one"))
+        assert "one" in first.written
+    mc.shutdown()
+    with mc.use_mesh(mc.make_mesh({"of_no_other_test": 1})):
+        assert grid_of(mc.current_mesh()).written == ANY  # type: ignore[arg-type]
+
+
+def test_a_type_is_the_same_each_time_that_it_is_made_in_one_place() -> None:
+    """Else nothing of what is remembered would be found in the next step."""
+
+    def types() -> list[Type | None]:
+        @mc.shard_map(in_specs=("b", "(dp b)"), out_specs="")
+        def loss(w: Tensor, x: Tensor) -> Tensor:
+            checker: Any = mc.watch.here.watcher
+            found.append(checker.type_of(x))
+            return mc.all_reduce((x * w).sum(), "dp")
+
+        found: list[Type | None] = []
+        for _ in range(3):
+            loss(torch.ones(4, requires_grad=True), torch.ones(4)).backward()
+        return found
+
+    with mc.use_mesh(mc.make_mesh({"dp": 1})):
+        one, two, three = types()
+    assert one is two is three is not None
