@@ -224,9 +224,10 @@ def slices(
     extra: str = ", or pass sizes=",
 ) -> int:
     """``dim`` of x, counted from the front, can be cut into the ranks' slices."""
+    known = isinstance(dim, int) and dim is not True and dim is not False and 0 <= dim < x.ndim
+    if known and sizes is None and not x.shape[dim] % axis.size:
+        return dim + 0
     place = checked_dim(where, x, dim, axis, name)
-    if sizes is None and not x.shape[place] % axis.size:
-        return place
     if sizes is not None:
         total(where, x, place, sizes, axis)
     else:
