@@ -8,6 +8,7 @@ import contextvars
 import gc
 import inspect
 import io
+import logging
 import os
 import pickle
 import random
@@ -256,9 +257,21 @@ def without_stdout() -> Iterator[None]:
         sys.stdout = before
 
 
+@contextlib.contextmanager
+def captured() -> Iterator[None]:
+    shown = warnings.showwarning
+    logging.captureWarnings(True)
+    try:
+        assert warnings.showwarning is not shown
+        yield
+    finally:
+        logging.captureWarnings(False)
+
+
 SETTINGS: dict[str, Callable[[int], Any]] = {
     "filters": lambda rank: filtered(["ignore", "always", "error"][rank]),
     "filters alike": lambda rank: warnings.catch_warnings(),
+    "captured by logging": lambda rank: captured(),
     "stdout": lambda rank: contextlib.redirect_stdout(io.StringIO()),
     "stderr": lambda rank: contextlib.redirect_stderr(io.StringIO()),
     "default dtype": lambda rank: default_dtype([torch.float64, torch.bfloat16, torch.float32][rank]),
@@ -291,6 +304,13 @@ def test_a_rank_changes_settings_of_the_process_for_itself(name: str) -> None:
     mc.launch(within, ranks=3, args=(name,))
     assert settings() == before
     assert warnings.filters is before["all warnings"]
+
+
+def test_what_captures_warnings_for_good_in_a_rank_does_not_in_the_caller() -> None:
+    for _ in range(2):
+        mc.launch(lambda: logging.captureWarnings(True), ranks=3)
+        with captured():
+            pass
 
 
 def fails_within(name: str) -> None:

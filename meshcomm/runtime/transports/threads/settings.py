@@ -9,6 +9,7 @@ what another one had set, and so it would stay, after the launch too::
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from operator import is_
@@ -35,7 +36,10 @@ _warnings: Any = vars(warnings)
 _streams: Any = vars(sys).get  # somebody may have taken one away
 _SHOWS = "_showwarnmsg_impl"
 """Who is handed a warning, which ``catch_warnings`` exchanges together with the two that have a public name."""
-_OF_WARNINGS = slice(3)
+_logging: Any = vars(logging)
+_CAPTURED = "_warnings_showwarning"
+"""Whom ``logging.captureWarnings`` has taken the place of, and will put back."""
+_OF_WARNINGS = slice(4)
 
 
 def settings_now() -> Settings:
@@ -43,14 +47,15 @@ def settings_now() -> Settings:
     that may be taken.
     """
     return (
-        warnings.filters, warnings.showwarning, _warnings[_SHOWS], _streams("stdout"), _streams("stderr"),
+        warnings.filters, warnings.showwarning, _warnings[_SHOWS], _logging.get(_CAPTURED),
+        _streams("stdout"), _streams("stderr"),
         _default_dtype(), _flash(), _efficient(), _math(), _cudnn(), attention_order(), attention_of_others(),
     )  # fmt: skip
 
 
 def alike(one: Settings, other: Settings) -> bool:
     """Whether they are the same; neither lists of filters nor streams are because they are equal."""
-    return one[0] is other[0] and one[3] is other[3] and one[4] is other[4] and one == other
+    return one[0] is other[0] and one[4] is other[4] and one[5] is other[5] and one == other
 
 
 def settle(wanted: Settings, found: Settings) -> None:
@@ -67,7 +72,8 @@ def settle(wanted: Settings, found: Settings) -> None:
     set_attention_of_others(others)
 
 
-def _settle_warnings(filters: Any, shown: Any, shows: Any) -> None:
+def _settle_warnings(filters: Any, shown: Any, shows: Any, captured: Any) -> None:
+    _logging[_CAPTURED] = captured
     _warnings.update({"filters": filters, "showwarning": shown, _SHOWS: shows})
     with warnings.catch_warnings():  # says that filters have changed: what was shown once is known until then
         pass
