@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import contextvars
+import gc
 import inspect
 import io
+import logging
 import os
 import pickle
 import random
@@ -30,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 import meshcomm as mc
+from meshcomm import _torch
 from meshcomm.runtime.transports.threads import meeting_link, meetings, numpy_state, random_state, scheduler, twister
 
 
@@ -214,8 +217,9 @@ def settings() -> dict[str, Any]:
     kernels = torch.backends.cuda
     return {
         "warnings": warnings.filters[0], "all warnings": warnings.filters, "shown": warnings.showwarning,
-        "stdout": sys.stdout, "stderr": sys.stderr, "dtype": torch.empty(0).dtype,
+        "stdout": id(getattr(sys, "stdout", None)), "stderr": sys.stderr, "dtype": torch.empty(0).dtype,
         "kernels": [kernels.flash_sdp_enabled(), kernels.math_sdp_enabled(), kernels.mem_efficient_sdp_enabled()],
+        "order of kernels": _torch.attention_order(), "kernels of others": _torch.attention_of_others(),
     }  # fmt: skip
 
 
@@ -236,13 +240,46 @@ def filtered(action: Any) -> Iterator[None]:
         yield
 
 
+class Unlike(io.StringIO):
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("nobody is to ask")
+
+    __hash__ = io.StringIO.__hash__
+
+
+@contextlib.contextmanager
+def without_stdout() -> Iterator[None]:
+    before = sys.stdout
+    del sys.stdout
+    try:
+        yield
+    finally:
+        sys.stdout = before
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[None]:
+    shown = warnings.showwarning
+    logging.captureWarnings(True)
+    try:
+        assert warnings.showwarning is not shown
+        yield
+    finally:
+        logging.captureWarnings(False)
+
+
 SETTINGS: dict[str, Callable[[int], Any]] = {
     "filters": lambda rank: filtered(["ignore", "always", "error"][rank]),
     "filters alike": lambda rank: warnings.catch_warnings(),
+    "captured by logging": lambda rank: captured(),
     "stdout": lambda rank: contextlib.redirect_stdout(io.StringIO()),
     "stderr": lambda rank: contextlib.redirect_stderr(io.StringIO()),
     "default dtype": lambda rank: default_dtype([torch.float64, torch.bfloat16, torch.float32][rank]),
+    "stdout that is equal to none": lambda rank: contextlib.redirect_stdout(Unlike()),
+    "no stdout": lambda rank: without_stdout(),
     "attention": lambda rank: sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH][rank]),
+    "attention of others": lambda rank: sdpa_kernel([SDPBackend.OVERRIDEABLE, SDPBackend.MATH][rank % 2]),
+    "order of attention": lambda rank: sdpa_kernel([*SDPBackend.__members__.values()][1 + rank : 4], set_priority=True),
 }
 
 
@@ -267,6 +304,13 @@ def test_a_rank_changes_settings_of_the_process_for_itself(name: str) -> None:
     mc.launch(within, ranks=3, args=(name,))
     assert settings() == before
     assert warnings.filters is before["all warnings"]
+
+
+def test_what_captures_warnings_for_good_in_a_rank_does_not_in_the_caller() -> None:
+    for _ in range(2):
+        mc.launch(lambda: logging.captureWarnings(True), ranks=3)
+        with captured():
+            pass
 
 
 def fails_within(name: str) -> None:
@@ -388,6 +432,21 @@ def test_numpys_random_numbers_are_those_of_each_rank(copied: bool, monkeypatch:
     expected = mc.launch(draws_of_numpy, ranks=3, args=(False,))
     for _ in range(2):
         assert mc.launch(draws_of_numpy, ranks=3, args=(True,)) == expected
+
+
+@pytest.mark.parametrize("rand", [lambda: 0.5, np.random.RandomState(1).rand], ids=["function", "of another"])
+def test_numpys_own_state_is_found_where_its_functions_were_replaced(
+    rand: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was found once is written to for as long as the process lives."""
+    monkeypatch.setattr(np.random, "rand", rand)
+    found = numpy_state.second_normal.__wrapped__(np.random)
+    np.random.seed(0)
+    np.random.randn()
+    assert found[0] == 1
+    assert any(each is np.random.mtrand.rand.__self__ for each in gc.get_referents(found.obj.__dict__))
+    np.random.randn()
+    assert found[0] == 0
 
 
 def test_a_numpy_that_keeps_its_second_normal_number_elsewhere_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.func import grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -1473,6 +1474,22 @@ def test_name_attention_kernel() -> None:
         ([x.to("meta") for x in (q, k, v)], "no kernel of a device without memory"),
     ):
         assert _torch.attention_kernel(_torch.Attention(*given, None, False, 0.3)) is None, why
+
+
+def test_name_attention_order() -> None:
+    order, others = _torch.attention_order(), _torch.attention_of_others()
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        assert _torch.attention_order()[:2] == [int(SDPBackend.MATH), int(SDPBackend.FLASH_ATTENTION)]
+        assert not _torch.attention_of_others()
+        _torch.set_attention_order(order)
+        _torch.set_attention_of_others(True)
+        assert (_torch.attention_order(), _torch.attention_of_others()) == (order, True)
+    assert (_torch.attention_order(), _torch.attention_of_others()) == (order, others)
+
+
+test_name_set_attention_order = test_name_attention_order
+test_name_attention_of_others = test_name_attention_order
+test_name_set_attention_of_others = test_name_attention_order
 
 
 def test_name_AttentionKernel() -> None:  # noqa: N802

@@ -13,6 +13,7 @@ fewer heads g, each of which serves h / g of q::
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +22,30 @@ from torch import Tensor
 
 from meshcomm._versions import find
 
-__all__ = ["Attention", "AttentionKernel", "attention_kernel"]
+__all__ = [
+    "Attention",
+    "AttentionKernel",
+    "attention_kernel",
+    "attention_of_others",
+    "attention_order",
+    "set_attention_of_others",
+    "set_attention_order",
+]
 
 _OPS = "torch.ops.aten._scaled_dot_product_"
 _SLOWER = "context_attention takes longer and more memory on {}"
+_SHARED = "what sdpa_kernel sets around a collective in one rank of a process may hold for others too"
+
+
+def _both(get: str, put: str, instead: Callable[..., Any]) -> list[Any]:
+    found = [find(f"torch._C.{name}", _SHARED) for name in (get, put)]
+    return [instead, instead] if None in found else found
+
+
+attention_order, set_attention_order = _both("_get_sdp_priority_order", "_set_sdp_priority_order", list)
+"""In which order torch tries its kernels."""
+attention_of_others, set_attention_of_others = _both("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable", bool)
+"""Whether it takes one that is not its own."""
 
 
 class Attention(NamedTuple):

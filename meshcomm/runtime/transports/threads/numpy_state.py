@@ -85,9 +85,10 @@ def second_normal(random: Any) -> memoryview[int] | None:
     one, and which. None where a trial does not show where. With another generator it forgets that number, and to ask
     for it takes ten times as long as the rest of a change-over.
     """
-    if sys.implementation.name != "cpython" or not getattr(sys, "_is_gil_enabled", lambda: True)():
+    its: Any = sys.modules.get(f"{random.__name__}.mtrand")  # its functions may have been replaced
+    if its is None or sys.implementation.name != "cpython" or not getattr(sys, "_is_gil_enabled", lambda: True)():
         return None
-    one, other = random.RandomState(1), random.RandomState(2)
+    one, other = its.RandomState(1), its.RandomState(2)
     one.randn()
     kept = one.get_state(legacy=False)
     whole, number = bytes(_memory(one, 0)), struct.pack("d", kept["gauss"])
@@ -100,13 +101,16 @@ def second_normal(random: Any) -> memoryview[int] | None:
     expected = [one.randn() for _ in range(3)]
     other.set_state(kept | {"has_gauss": 0, "gauss": 0.0})
     _memory(other, at)[:_SAVED] = whole[at : at + _SAVED]
-    alike = [other.randn() for _ in range(3)] == expected and not any(_memory(random.RandomState(3), at)[:_SAVED])
-    return _memory(random.rand.__self__, at)[:_SAVED].cast("q") if alike else None
+    alike = [other.randn() for _ in range(3)] == expected and not any(_memory(its.RandomState(3), at)[:_SAVED])
+    own = getattr(its.rand, "__self__", None)
+    return _memory(own, at)[:_SAVED].cast("q") if alike and type(own) is type(one) else None
 
 
 def _memory(state: Any, start: int) -> memoryview[int]:
     size = type(state).__basicsize__
-    return memoryview((ctypes.c_ubyte * size).from_address(id(state))).cast("B")[start:]
+    found: Any = (ctypes.c_ubyte * size).from_address(id(state))
+    found.of = state  # which lives as long as what looks into it
+    return memoryview(found).cast("B")[start:]
 
 
 def first(random: Any) -> Any:

@@ -25,7 +25,7 @@ from meshcomm.runtime.callsite import hinted
 from meshcomm.runtime.pending import TimedOutError
 from meshcomm.runtime.process import accelerator, forks, inside
 from meshcomm.runtime.transports.threads.random_state import RandomState
-from meshcomm.runtime.transports.threads.settings import Settings, settings_now, settle
+from meshcomm.runtime.transports.threads.settings import Settings, alike, settings_now, settle
 from meshcomm.runtime.transports.threads.shared_leaves import SharedLeaves
 from meshcomm.runtime.transports.threads.surroundings import (
     Modes,
@@ -127,7 +127,7 @@ class Rank:
         if before is not None:
             before.forward_ad, before.anomaly, before.settings = levels, anomaly, settings
         mine = self.settings or world.settings
-        if mine[0] is not settings[0] or mine != settings:  # two lists of filters may be alike
+        if not alike(mine, settings):
             settle(mine, settings)
         if anomaly is not self.anomaly:
             _set_anomaly(self.anomaly)

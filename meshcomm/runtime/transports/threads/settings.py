@@ -9,12 +9,21 @@ what another one had set, and so it would stay, after the launch too::
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
+from operator import is_
 from typing import Any
 
 import torch
 from torch.backends import cuda
+
+from meshcomm._torch.kernels import (
+    attention_of_others,
+    attention_order,
+    set_attention_of_others,
+    set_attention_order,
+)
 
 Settings = tuple[Any, ...]
 
@@ -24,9 +33,13 @@ _efficient: Any = cuda.mem_efficient_sdp_enabled
 _math: Any = cuda.math_sdp_enabled
 _cudnn: Any = cuda.cudnn_sdp_enabled
 _warnings: Any = vars(warnings)
+_streams: Any = vars(sys).get  # somebody may have taken one away
 _SHOWS = "_showwarnmsg_impl"
 """Who is handed a warning, which ``catch_warnings`` exchanges together with the two that have a public name."""
-_OF_WARNINGS = slice(3)
+_logging: Any = vars(logging)
+_CAPTURED = "_warnings_showwarning"
+"""Whom ``logging.captureWarnings`` has taken the place of, and will put back."""
+_OF_WARNINGS = slice(4)
 
 
 def settings_now() -> Settings:
@@ -34,24 +47,33 @@ def settings_now() -> Settings:
     that may be taken.
     """
     return (
-        warnings.filters, warnings.showwarning, _warnings[_SHOWS], sys.stdout, sys.stderr,
-        _default_dtype(), _flash(), _efficient(), _math(), _cudnn(),
+        warnings.filters, warnings.showwarning, _warnings[_SHOWS], _logging.get(_CAPTURED),
+        _streams("stdout"), _streams("stderr"),
+        _default_dtype(), _flash(), _efficient(), _math(), _cudnn(), attention_order(), attention_of_others(),
     )  # fmt: skip
+
+
+def alike(one: Settings, other: Settings) -> bool:
+    """Whether they are the same; neither lists of filters nor streams are because they are equal."""
+    return one[0] is other[0] and one[4] is other[4] and one[5] is other[5] and one == other
 
 
 def settle(wanted: Settings, found: Settings) -> None:
     """Make ``wanted`` the settings, which are ``found``."""
-    if wanted[0] is not found[0] or wanted[_OF_WARNINGS] != found[_OF_WARNINGS]:
+    if not all(map(is_, wanted[_OF_WARNINGS], found[_OF_WARNINGS])):
         _settle_warnings(*wanted[_OF_WARNINGS])
-    sys.stdout, sys.stderr, dtype, flash, efficient, math, cudnn = wanted[_OF_WARNINGS.stop :]
+    sys.stdout, sys.stderr, dtype, flash, efficient, math, cudnn, order, others = wanted[_OF_WARNINGS.stop :]
     torch.set_default_dtype(dtype)
     cuda.enable_flash_sdp(flash)
     cuda.enable_mem_efficient_sdp(efficient)
     cuda.enable_math_sdp(math)
     cuda.enable_cudnn_sdp(cudnn)
+    set_attention_order(order)
+    set_attention_of_others(others)
 
 
-def _settle_warnings(filters: Any, shown: Any, shows: Any) -> None:
+def _settle_warnings(filters: Any, shown: Any, shows: Any, captured: Any) -> None:
+    _logging[_CAPTURED] = captured
     _warnings.update({"filters": filters, "showwarning": shown, _SHOWS: shows})
     with warnings.catch_warnings():  # says that filters have changed: what was shown once is known until then
         pass
