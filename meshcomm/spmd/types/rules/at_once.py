@@ -378,7 +378,7 @@ class AtOnce(InPlace):
         ):
             return None
         try:
-            if x.dtype is not entry.dtype or not x.is_set_to(y):
+            if x.dtype is not y.dtype or not x.is_set_to(y):
                 return None
         except (NotImplementedError, RuntimeError):
             if not same_place(x, y):
@@ -400,6 +400,8 @@ class AtOnce(InPlace):
                 return whole
         if whole.grid is None:
             whole.placed_on(self.grid)
+        if all([each.plain for each in types]):  # noqa: C419 -- a generator costs twice as much
+            whole = whole.seen(False)
         places = self._joined.setdefault(types, {})
         assert isinstance(places, dict)
         if len(places) >= _MOST:
