@@ -374,6 +374,22 @@ def test_what_has_no_gradient_is_noted_so() -> None:
     assert in_ranks(run) == [[False, True, True]] * 4
 
 
+class Own(Tensor):
+    """As people write them."""
+
+
+def test_what_is_given_back_of_what_was_written_into_is_noted() -> None:
+    """Where an operand is of a subclass, that is another tensor."""
+
+    def run() -> list[Any]:
+        with mc.check_vma(), torch.no_grad():
+            w, n = weight().detach().clone().requires_grad_(), of(()).as_subclass(Own) * 1.0
+            given = [w.addcmul_(n, n) for _ in range(4)]
+            return [each is not w and marked(each) is not None for each in given]
+
+    assert in_ranks(run) == [[True] * 4] * 4
+
+
 class Scale(torch.autograd.Function):
     """What it gives is of types that meet there, neither of which has a gradient."""
 

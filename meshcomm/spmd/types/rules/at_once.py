@@ -146,6 +146,8 @@ class AtOnce(InPlace):
             else:
                 saw(a, at, after)
                 self._spread(a, again.kind)
+            if result is not a and result is not None:  # where an operand is of a subclass
+                self._note_all(result, again.kind)
             return result
         else:
             if (whole := short.whole) is None:  # it says where
