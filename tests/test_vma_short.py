@@ -5,6 +5,7 @@ were looked at again.
 from __future__ import annotations
 
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -99,6 +100,18 @@ def another_place() -> list[Any]:
         y = x * w
         found += [y, *torch.autograd.grad(y.sum(), w)]
     return found
+
+
+def another_dtype() -> list[Any]:
+    """The same bytes, read otherwise, and as before."""
+    x, w, found = of("dp").half(), of(()).half().detach().requires_grad_(), []
+    for dtype in (torch.float16, torch.bfloat16, torch.float16):
+        w.data = w.data.view(dtype)
+        for _ in range(3):
+            y = x * w
+        found.append(y)
+    assert [y.dtype for y in found] == [torch.float16, torch.float32, torch.float16]
+    return [*found, *torch.autograd.grad(y.sum(), w)]
 
 
 def by_another_thread() -> list[Any]:
@@ -284,7 +297,7 @@ def slices() -> list[Any]:
 PROGRAMS: dict[str, Program] = {
     each.__name__.replace("_", " "): each
     for each in (
-        written_between, another_place, by_another_thread, after_backward, several_axes, partly_varied, freed,
+        written_between, another_place, another_dtype, by_another_thread, after_backward, several_axes, partly_varied, freed,
         another_leaf, without_grad, lists, three_operands, more_arguments, keywords, in_place_again, parts_written,
         slices, a_leaf_out_of_sight, changed_out_of_sight,
     )
@@ -355,9 +368,77 @@ def test_what_has_no_gradient_is_noted_so() -> None:
                 y = x * w
             with torch.no_grad():
                 z = x * w
-            return [each is not None and each.plain for each in (marked(y), marked(z))]
+                met = x * of("tp")  # it says where
+            return [each is not None and each.plain for each in (marked(y), marked(z), marked(met))]
 
-    assert in_ranks(run) == [[False, True]] * 4
+    assert in_ranks(run) == [[False, True, True]] * 4
+
+
+class Own(Tensor):
+    """As people write them."""
+
+
+def test_what_is_given_back_of_what_was_written_into_is_noted() -> None:
+    """Where an operand is of a subclass, that is another tensor."""
+
+    def run() -> list[Any]:
+        with mc.check_vma(), torch.no_grad():
+            w, n = weight().detach().clone().requires_grad_(), of(()).as_subclass(Own) * 1.0
+            given = [w.addcmul_(n, n) for _ in range(4)]
+            return [each is not w and marked(each) is not None for each in given]
+
+    assert in_ranks(run) == [[True] * 4] * 4
+
+
+class Scale(torch.autograd.Function):
+    """What it gives is of types that meet there, neither of which has a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * w.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return None, g * x
+
+
+def test_a_custom_function_out_of_sight_whose_result_was_seen() -> None:
+    apply: Any = super(torch.autograd.Function, Scale).apply
+
+    def run() -> None:
+        with mc.check_vma():
+            x, w = of("dp"), weight()
+            for _ in range(3):
+                y = apply(x, w)
+            with pytest.raises(mc.VaryingError, match="mul .* ScaleBackward, that was called out of sight"):
+                y * w
+
+    in_ranks(run)
+
+
+def test_what_is_remembered_of_a_type_is_whole_when_others_see_it() -> None:
+    """Ranks of one process have types in common: one may look at any line of another one."""
+    kind = Type({})
+    seen: list[Type] = []
+
+    def look(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code is Type.seen.__code__:
+            if event == "line" and kind._twin is not None:
+                seen.append(kind._twin)
+                assert kind._twin.plain
+                assert kind._twin._twin is kind
+            return look
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        kind.seen(False)
+    finally:
+        sys.settrace(before)
+    assert seen
 
 
 def test_lasting_notes_hold_no_tensors() -> None:

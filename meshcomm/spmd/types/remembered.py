@@ -17,10 +17,10 @@ _LATELY = 64
 class Varied:
     """What pvary made of a tensor, by axes."""
 
-    __slots__ = ("by", "dtype", "newest", "node", "version", "wrapped", "x")
+    __slots__ = ("by", "newest", "node", "version", "wrapped", "x")
 
     def __init__(self, x: Tensor) -> None:
-        self.x, self.version, self.node, self.dtype = x, version(x), x.grad_fn, x.dtype
+        self.x, self.version, self.node = x, version(x), x.grad_fn
         self.by: dict[frozenset[str], Tensor] = {}
         self.wrapped = False
         """Some of it was made under a transform of torch.func, which may have ended."""

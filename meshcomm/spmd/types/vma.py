@@ -88,9 +88,10 @@ class Type(Note):
             return self
         twin = self._twin
         if twin is None:
-            twin = self._twin = Type.__new__(Type)
+            twin = Type.__new__(Type)
             twin.since, twin.ended, twin.axes, twin.sort = self.since, self.ended, self.axes, self.sort
             twin.leaf, twin.grid, twin.plain, twin._twin = self.leaf, self.grid, not self.plain, self
+            self._twin = twin  # now that it is whole: other ranks have this type, too
         return twin
 
     def ends(self, axes: Iterable[str], origin: Origin) -> Type:

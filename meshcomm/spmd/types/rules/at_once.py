@@ -146,6 +146,8 @@ class AtOnce(InPlace):
             else:
                 saw(a, at, after)
                 self._spread(a, again.kind)
+            if result is not a and result is not None:  # where an operand is of a subclass
+                self._note_all(result, again.kind)
             return result
         else:
             if (whole := short.whole) is None:  # it says where
@@ -378,7 +380,7 @@ class AtOnce(InPlace):
         ):
             return None
         try:
-            if x.dtype is not entry.dtype or not x.is_set_to(y):
+            if x.dtype is not y.dtype or not x.is_set_to(y):
                 return None
         except (NotImplementedError, RuntimeError):
             if not same_place(x, y):
@@ -400,6 +402,8 @@ class AtOnce(InPlace):
                 return whole
         if whole.grid is None:
             whole.placed_on(self.grid)
+        if all([each.plain for each in types]):  # noqa: C419 -- a generator costs twice as much
+            whole = whole.seen(False)
         places = self._joined.setdefault(types, {})
         assert isinstance(places, dict)
         if len(places) >= _MOST:

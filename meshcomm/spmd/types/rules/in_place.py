@@ -92,6 +92,8 @@ class InPlace(Shorts, Writes):
         else:
             saw(x, before, after)
             self._spread(x, mine)
+        if result is not x and result is not None:
+            self._note_all(result, mine)
         return result
 
     def _target(self, x: Any, mine: Type, before: int) -> Again | None:
