@@ -6,16 +6,17 @@ n = size of the axis.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from math import prod
 from typing import Any, TypeVar, overload
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 from typing_extensions import Unpack
 
 from meshcomm import _torch
+from meshcomm._torch import profiler_on
 from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.door import Either, Later, Now, aside, kept, made
@@ -24,6 +25,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.runtime.call import Post, Want
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
+from meshcomm.runtime.transports.protocol import Link
 from meshcomm.watch import here
 from meshcomm.work import Limit, Work, kind_of
 
@@ -97,6 +99,8 @@ def send(
     ax = check.axis_of("send", axis, mesh)
     post = _checked_post("send", (x, dst, tag), ax)
     not_oneself("send", dst, ax)
+    if not async_op and _unheard(link := ax.link) and link.send_now(link, post):
+        return None
     posts = _kept_posts([post], async_op)
     return made(SEND, (), ax, kind_of(x), async_op, lambda link: then(link.exchange(posts, []), lambda _: None))
 
@@ -162,6 +166,8 @@ def recv(
     ax = check.axis_of("recv", axis, mesh)
     want = _checked_want("recv", (src, shape, dtype, tag), ax)
     not_oneself("recv", src, ax)
+    if not async_op and _unheard(link := ax.link) and (found := link.recv_now(link, want)) is not None:
+        return found
     kind = dtype, want[1]
     return made(RECV, (), ax, kind, async_op, lambda link: then(link.exchange([], [want]), lambda got: got[0]))
 
@@ -243,6 +249,11 @@ def exchange(
     return made(EXCHANGE, (), ax, None, async_op, lambda link: then(link.exchange(sent, away), sort))
 
 
+def _unheard(link: Link) -> bool:
+    """Whether nobody is told of the calls of a link."""
+    return not (link.watched or profiler_on())
+
+
 def _entries(entries: object, name: str, axis: Axis) -> list[tuple[Any, ...]]:
     if not isinstance(entries, Iterable) or isinstance(entries, Tensor):
         fix = "a list of (x, dst)" if name == "sends" else "a list of (src, shape, dtype)"
@@ -257,27 +268,36 @@ def _checked_post(where: str, entry: object, axis: Axis) -> Post:
         check.explain(where, f"{entry!r} is not a message to send.", axis, fix="(x, dst) or (x, dst, tag)")
     x, dst, tag = entry if len(entry) == 3 else (*entry, 0)
     check.tensor(where, x, axis)
-    check.checked_index(where, dst, axis, "dst")
-    checked_tag(where, tag, axis)
+    if type(dst) is not int or not 0 <= dst < axis.size:
+        dst = check.checked_index(where, dst, axis, "dst")
+    if tag != 0 or type(tag) is not int:
+        checked_tag(where, tag, axis)
     check.no_gradient(where, x, axis, "use permute or shift")
-    home = axis.mesh.device  # where it is received: all ranks move it the same way
-    return x if axis.mesh.in_process else x.detach().to(home), int(dst), int(tag)
+    if not axis.mesh.in_process:
+        home = axis.mesh.device  # where it is received: all ranks move it the same way
+        if x.requires_grad or x.device != home:
+            x = x.detach().to(home)
+    return x, dst, int(tag)
 
 
 def _checked_want(where: str, entry: object, axis: Axis) -> Want:
     if not isinstance(entry, tuple) or len(entry) not in (3, 4):
         check.explain(where, f"{entry!r} is not a message to receive.", axis, fix="(src, shape, dtype) or (.., tag)")
     src, shape, dtype, tag = entry if len(entry) == 4 else (*entry, 0)
-    check.checked_index(where, src, axis, "src")
-    if not check.are_lengths(shape):
-        check.explain(where, f"shape={shape!r} is not a shape.", axis, fix="a tuple of non-negative ints")
+    if type(src) is not int or not 0 <= src < axis.size:
+        src = check.checked_index(where, src, axis, "src")
+    if type(shape) is not Size:
+        if not check.are_lengths(shape):
+            check.explain(where, f"shape={shape!r} is not a shape.", axis, fix="a tuple of non-negative ints")
+        shape = map(int, shape)
+    shape = tuple(shape)
     if not isinstance(dtype, torch.dtype):
         check.explain(where, f"dtype={dtype!r} is not a torch dtype.", axis, fix="such as torch.float32")
-    shape = tuple(map(int, shape))
-    if max(math.prod(shape) * dtype.itemsize, *shape, 0) >= 2**63:
+    if max(prod(shape) * dtype.itemsize, *shape, 0) >= 2**63:
         check.explain(where, f"shape={shape} is too large.", axis, fix="lengths of fewer than 2**63 bytes in all")
-    checked_tag(where, tag, axis)
-    return int(src), shape, dtype, int(tag), axis.mesh.device
+    if tag != 0 or type(tag) is not int:
+        checked_tag(where, tag, axis)
+    return src, shape, dtype, int(tag), axis.mesh.device
 
 
 def checked_tag(where: str, tag: object, axis: Axis, device: torch.device | None = None) -> None:

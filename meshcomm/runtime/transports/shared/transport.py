@@ -31,7 +31,7 @@ from meshcomm.runtime.transports.group_link import Made
 from meshcomm.runtime.transports.post import Carrier, route_of
 from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.protocol import Empty, Parts
-from meshcomm.runtime.transports.shared import at_once
+from meshcomm.runtime.transports.shared import at_once, one_message
 from meshcomm.runtime.transports.shared.call import Call, Fill, Mail, Meaning, Reading, Watch
 from meshcomm.runtime.transports.shared.differences import compare_given
 from meshcomm.runtime.transports.shared.letters import Letters, Parcel, Sent, letters_of
@@ -58,6 +58,7 @@ class OneHostLink(ProcessLink):
         """As any; small calls that are waited for at once have a way of their own."""
         super().note_in(log)
         self._at_once = at_once.at_once_in(log)
+        self.send_now, self.recv_now = one_message.sends_in(log), one_message.receives_in(log)
 
     def copies(self, name: str, x: Tensor) -> bool:
         """What is lent is a copy."""
@@ -318,6 +319,16 @@ class OneHostLink(ProcessLink):
             compare_given(self.mail)
 
     # ------------------------------------------------------------------------------------------- messages
+
+    def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
+        """As in the base; one message that is waited for at once has a way of its own."""
+        if len(posts) + len(wants) == 1 and not (told.later or self.log.inside):
+            if posts:
+                if self.send_now(self, posts[0]):
+                    return []
+            elif (got := self.recv_now(self, wants[0])) is not None:
+                return [got]
+        return super().exchange(posts, wants)
 
     def _by_post(
         self, where: str, posts: Sequence[Post], wants: Sequence[Want], sent: Sequence[int], got: Sequence[int]

@@ -1,0 +1,377 @@
+"""One message that is waited for at once, as most are: each of its sides in one function.
+
+What its letter says is known from the last one like it. A small message stands in the letter; of another one the letter
+is written first, and the receiver copies one part while the sender writes the next::
+
+    sender     lends memory ── letter ── writes part 0 ── part 1 ── part 2 ── read? ──►
+                                  │          │ what is lent says how much of it is written
+    receiver   allocates ── looks ┴──────────┴─ copies part 0 ── part 1 ── part 2 ── gives back
+
+As soon as anything is not as in nearly all of them (the other side does not come for a while, another message comes
+first, nothing can be lent; somebody is interrupted) it goes on as the messages of
+:mod:`meshcomm.runtime.transports.shared.messages` do, which knows of all that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from array import array
+from collections.abc import Callable, Sequence
+from threading import get_ident
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshcomm import _torch
+from meshcomm.errors import CommError
+from meshcomm.runtime.call import Post, Want
+from meshcomm.runtime.pending import begin_all, queued
+from meshcomm.runtime.process import lending
+from meshcomm.runtime.process.lending import STATE, Segment
+from meshcomm.runtime.process.reuse import LEAST, reserve
+from meshcomm.runtime.recorder import ENDED, Log, Record, failed
+from meshcomm.runtime.transports import dtypes
+from meshcomm.runtime.transports.envelopes import LENGTHS
+from meshcomm.runtime.transports.post import route_of
+from meshcomm.runtime.transports.shared.letters import (
+    CELLS,
+    DATA,
+    HEAD,
+    INSIDE,
+    MOST,
+    OFFSET_AT,
+    PLACE,
+    RING,
+    SERIAL_AT,
+    SLOT,
+    TAKEN,
+    Letters,
+    Sent,
+    says,
+)
+from meshcomm.runtime.transports.shared.messages import Posted
+from meshcomm.runtime.transports.shared.waiting import AWAKE
+
+_PART = 2**18
+"""Bytes of a message that are written before the receiver copies them."""
+_KNOWN, _PLACES = 512, 64
+"""How many kinds of messages are known of an axis, and of each how many places where something is lent."""
+_CPU = torch.device("cpu")
+_copy = ctypes.memmove
+
+
+class _Known:
+    """A message like one before: all of it but its number and the tensor."""
+
+    __slots__ = ("dtype", "key", "like", "nbytes", "parts", "places", "route", "says", "shape")
+
+    def __init__(self, link: Any, other: int, tag: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.dtype, self.shape = dtype, shape
+        self.nbytes = math.prod(shape) * dtype.itemsize
+        self.route = route_of(link.name, tag)
+        self.key = other, self.route
+        said = array("q", says(link.name, tag, dtype, shape, self.route)[1:])
+        self.says: Any = memoryview(said + array("q", [0] * 6))
+        """The letter from its second cell on, if nothing is lent."""
+        self.parts = max(1, _PART // dtype.itemsize) if self.nbytes > _PART else 0
+        """Elements of a part; 0 if all goes as one."""
+        with _torch.outside_transforms():
+            self.like = torch.empty(0, dtype=dtype, device=_CPU)
+        self.places: dict[Any, Any] = {}
+
+    def room(self) -> Tensor:
+        """For what comes."""
+        if self.nbytes >= LEAST:
+            return reserve.empty(self.shape, self.like)
+        return self.like.new_empty(self.shape)
+
+    def letter(self, lent: Segment) -> tuple[Any, Sequence[Tensor]]:
+        """The letter where this is lent, and the parts that are written there."""
+        said = array("q", (*self.says[: PLACE - 1], *lent.where))
+        found = said, self.cut(lent)
+        self._keep(lent, lent.kept, found)
+        return found
+
+    def lent(self, link: Any, where: Sequence[int], src: int) -> tuple[Any, Any, Sequence[Tensor]]:
+        """The flags of what is lent there, its cells, and the parts that are read. Raises OSError if it is gone."""
+        segment = link.mail.borrow_at(where, src)
+        found = segment.flags, segment.cells, self.cut(segment)
+        self._keep((where[1], where[4]), where[3], found)
+        return found
+
+    def cut(self, segment: Segment) -> Sequence[Tensor]:
+        """The parts of what lies there."""
+        if torch.is_inference_mode_enabled():
+            with _torch.outside_transforms():  # they outlive that
+                return self.parts_of(segment.part(self.nbytes, self.dtype).view(self.shape))
+        return self.parts_of(segment.part(self.nbytes, self.dtype).view(self.shape))
+
+    def parts_of(self, x: Tensor) -> Sequence[Tensor]:
+        """Of a dense tensor: each goes by itself."""
+        return x.view(-1).split(self.parts) if self.parts else (x,)
+
+    def _keep(self, place: Any, kept: object, found: Any) -> None:
+        if kept:
+            if len(self.places) >= _PLACES:
+                self.places.clear()
+            self.places[place] = found
+
+
+def _learned(
+    known: dict[Any, _Known], key: Any, link: Any, other: int, tag: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> _Known | None:
+    if dtype not in dtypes.PLAIN or len(shape) > LENGTHS:
+        return None
+    if len(known) >= _KNOWN:
+        known.clear()
+    found = known[key] = _Known(link, other, tag, dtype, shape)
+    return found
+
+
+def sends_in(log: Log) -> Callable[[Any, Post], bool]:
+    """``send_now(link, post)``: whether it was sent, and was taken; if not, nothing was done."""
+    keep, known = log.records.append, dict[Any, _Known]()
+
+    @_torch.out_of_graphs
+    def send_now(link: Any, post: Post) -> bool:
+        x, dst, tag = post
+        letters: Any = link.mail.letters
+        if letters is None or letters.own is None or type(x) is not Tensor or not (x.is_cpu and _torch.plain_now()):
+            return False
+        key = dst, tag, x.dtype, x.shape
+        what = known.get(key) or _learned(known, key, link, *key)
+        if what is None:
+            return False
+        if queued:
+            begin_all()
+        if not x.is_contiguous() or x.is_neg():
+            x = dtypes.plain(x)
+        log.messages += 1
+        record: Record = [
+            0, "exchange", "", None, (), monotonic(), None, log.call, ([(dst, tag)], []), get_ident(),
+        ]  # fmt: skip
+        keep(record)
+        try:
+            if what.nbytes <= INSIDE:
+                _put_inside(link, letters, what, x, dst, tag)
+            else:
+                _put_lent(link, letters, what, x, dst, tag)
+        except BaseException as error:
+            failed(record, error)
+            raise
+        record[ENDED] = monotonic()
+        return True
+
+    return send_now
+
+
+def _put_inside(link: Any, letters: Letters, what: _Known, x: Tensor, dst: int, tag: int) -> None:
+    """Write a letter that ``x`` stands in, and wait until it was taken."""
+    cells, number = letters.own, 0
+    address, nbytes, mail = x.data_ptr(), what.nbytes, link.mail
+    with letters.sending:
+        number = letters.numbers[dst] + 1
+        place = number % MOST
+        at, held = RING * dst + HEAD + place * SLOT, letters.inside[dst]
+        taken = at + TAKEN
+        is_free = number - cells[RING * dst] <= MOST and (not held[place] or cells[taken] == held[place])
+        if is_free and dst not in letters.left and not letters.is_closed:
+            if nbytes:
+                _copy(letters.own_address + 8 * (at + DATA), address, nbytes)
+            cells[at + 1 : at + CELLS] = what.says
+            held[place] = number
+            cells[at] = number  # now it is there; no call from here to the next line
+            letters.numbers[dst] = number
+        else:
+            number = 0
+    if not number:
+        _go_on(link, letters, letters.send(link, (x, dst, tag), what.route))
+        return
+    box = mail.boxes[dst]
+    if box is None:
+        mail.ring_at(dst)
+    elif box.cells[box.listens]:
+        box.ring()
+    end = 0.0
+    while cells[taken] != number:
+        now = monotonic()
+        if not end:
+            end = now + AWAKE
+        elif now > end:
+            _go_on(link, letters, Sent(dst, number, None, None, inside=True))
+            return
+        os.sched_yield()
+
+
+def _put_lent(link: Any, letters: Letters, what: _Known, x: Tensor, dst: int, tag: int) -> None:
+    """Write a letter, then what is lent, and wait until it was read."""
+    cells, mail, nbytes = letters.own, link.mail, what.nbytes
+    try:
+        places, readers = (dst, mail.index), [letters.addressees[dst]]
+        lent: Segment | None = lending.room.lend(nbytes, places, readers, patient=True, must=False)
+    except (OSError, CommError) as error:
+        if isinstance(error, TimeoutError):  # of a signal's
+            raise
+        lent = None
+    posted = False
+    try:
+        if lent is not None:
+            letter, parts = what.places.get(lent) or what.letter(lent)
+            with letters.sending:
+                number = letters.numbers[dst] + 1
+                if number - cells[RING * dst] <= MOST and dst not in letters.left and not letters.is_closed:
+                    at = RING * dst + HEAD + number % MOST * SLOT
+                    cells[at + 1 : at + CELLS] = letter
+                    cells[at] = number  # now it is there; no call from here to the next line
+                    letters.numbers[dst] = number
+                    posted = True
+        if not posted:
+            back, lent = lent, None
+            if back is not None:
+                back.take_back()
+            _go_on(link, letters, letters.send(link, (x, dst, tag), what.route))
+            return
+        assert lent is not None
+        mail.ring_at(dst)
+        flags, state, written = lent.flags, lent.cells, 0
+        for part, own in zip(parts, what.parts_of(x), strict=True):
+            part.copy_(own)
+            written += own.nbytes
+            state[STATE] = written
+        mail.ring_at(dst)
+        end = 0.0
+        while flags[dst]:
+            now = monotonic()
+            if not end:
+                end = now + AWAKE
+            elif now > end:
+                sent, lent = Sent(dst, number, lent, None), None
+                _go_on(link, letters, sent)
+                return
+            os.sched_yield()
+        flags[mail.index] = 0  # no call from here to the next line: it may be that of another message then
+        lent = None
+    except BaseException:  # Ctrl-C: who reads it is told, or nobody hears of it
+        if lent is not None:
+            if not posted:
+                lent.take_back()
+            else:
+                if lent.cells[STATE] < nbytes:
+                    lent.cells[STATE] = -1
+                lent.returned(mail.index)
+                mail.ring_at(dst)
+        raise
+
+
+def _go_on(link: Any, letters: Letters, sent: Sent) -> None:
+    posted = Posted(link, "exchange", letters, [], [sent])
+    try:
+        posted.wait(None, awake=0.0)
+    except BaseException:  # Ctrl-C, too
+        posted.give_up()
+        raise
+
+
+def receives_in(log: Log) -> Callable[[Any, Want], Tensor | None]:
+    """``recv_now(link, want)``: what has come; None, and nothing was done, if it goes another way."""
+    keep, known = log.records.append, dict[Any, _Known]()
+
+    @_torch.out_of_graphs
+    def recv_now(link: Any, want: Want) -> Tensor | None:
+        src, shape, dtype, tag, device = want
+        letters: Any = link.mail.letters
+        if letters is None or letters.rings[src] is None or device.type != "cpu" or not _torch.plain_now():
+            return None
+        key = src, tag, dtype, shape
+        what = known.get(key) or _learned(known, key, link, *key)
+        if what is None or what.key in letters.asked or what.key in letters.came:
+            return None
+        if queued:
+            begin_all()
+        log.messages += 1
+        record: Record = [
+            0, "exchange", "", None, (), monotonic(), None, log.call, ([], [(src, tag)]), get_ident(),
+        ]  # fmt: skip
+        keep(record)
+        try:
+            out = what.room()
+            if not _taken(link, letters, what, src, out):
+                parcel = letters.ask(link, "exchange", want, what.route)
+                parcel.out = out
+                posted = Posted(link, "exchange", letters, [parcel], [])
+                try:
+                    [out] = posted.wait(None, awake=0.0)
+                except BaseException:  # Ctrl-C, too
+                    posted.give_up()
+                    raise
+        except BaseException as error:
+            failed(record, error)
+            raise
+        record[ENDED] = monotonic()
+        return out
+
+    return recv_now
+
+
+def _taken(link: Any, letters: Letters, what: _Known, src: int, out: Tensor) -> bool:
+    """Whether the message came, as the next one of its sender, and is here."""
+    mail, index, cells = link.mail, link.mail.index, letters.rings[src]
+    base, following, end = RING * index, letters.next, 0.0
+    while cells[(at := base + HEAD + (number := following[src]) % MOST * SLOT)] != number:
+        now = monotonic()
+        if not end:
+            end = now + AWAKE
+        elif now > end:
+            return False
+        os.sched_yield()
+    with letters.receiving:
+        if following[src] != number or what.key in letters.came or what.key in letters.asked or letters.is_closed:
+            return False
+        if cells[at + 1 : at + PLACE] != what.says[: PLACE - 1]:
+            return False
+        if cells[at + SERIAL_AT]:
+            try:
+                if not _copied(link, what, src, cells, at, out, number):
+                    return False
+            except OSError as error:
+                if isinstance(error, TimeoutError):  # of a signal's
+                    raise
+                return False
+        else:
+            if what.nbytes:
+                _copy(out.data_ptr(), letters.addresses[src] + 8 * (at + DATA), what.nbytes)
+            following[src] = number + 1  # no call from here to the last of these lines
+            cells[base] = cells[at + TAKEN] = number
+    box = mail.boxes[src]
+    if box is None:
+        mail.ring_at(src)
+    elif box.cells[box.listens]:
+        box.ring()
+    return True
+
+
+def _copied(link: Any, what: _Known, src: int, cells: Any, at: int, out: Tensor, number: int) -> bool:
+    """Whether all of what is lent was written in time, and is here."""
+    place = cells[at + SERIAL_AT], cells[at + OFFSET_AT]
+    flags, state, parts = what.places.get(place) or what.lent(link, cells[at + PLACE : at + CELLS].tolist(), src)
+    mail, needed = link.mail, 0
+    for part, into in zip(parts, what.parts_of(out), strict=True):
+        needed += into.nbytes
+        end = 0.0
+        while state[STATE] < needed:
+            now = monotonic()
+            if not end:
+                end = now + AWAKE
+            elif now > end:
+                return False
+            os.sched_yield()
+        into.copy_(part)
+    index, following = mail.index, mail.letters.next
+    following[src] = number + 1  # no call from here to the last of these lines
+    cells[RING * index] = number
+    flags[index] = 0
+    return True
