@@ -5,11 +5,13 @@ on; for every way on which one rank hands something to another.
 from __future__ import annotations
 
 import gc
+import os
 import re
 import threading
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +21,10 @@ from torch import Tensor
 import meshcomm as mc
 from meshcomm.runtime.process import lending
 from meshcomm.runtime.transports.envelopes import ROOM, SIZE, Envelope
-from meshcomm.runtime.transports.shared.letters import Letters
+from meshcomm.runtime.transports.shared import one_message
+from meshcomm.runtime.transports.shared.letters import INSIDE, MOST, Letters
 from meshcomm.runtime.transports.shared.mailbox import Mail
+from meshcomm.runtime.transports.shared.one_message import _PART, _write_parts
 from meshcomm.runtime.transports.shared.waiting import Wait
 
 Run = Callable[..., list[Any]]
@@ -380,6 +384,212 @@ def many_at_once() -> int:
 
 def test_many_messages_under_way_keep_few_descriptors() -> None:
     assert mc.launch(many_at_once, 2, runtime="processes")[0] <= 4
+
+
+# --------------------------------------------------------------------------------------- one that is waited for at once
+
+NOW = {
+    "a number": torch.tensor(3.5),
+    "nothing": torch.ones(0, 3),
+    "as much as a letter holds": torch.arange(INSIDE // 8),
+    "one more": torch.arange(INSIDE // 8 + 1),
+    "every other": torch.arange(40.0)[::2],
+    "turned": torch.complex(torch.arange(9.0), torch.arange(9.0)).conj().imag,
+    "expanded": torch.ones(1).expand(7, 5),
+    "a parameter": torch.nn.Parameter(torch.arange(5.0)),
+    "half": torch.arange(60, dtype=torch.bfloat16).view(3, 4, 5),
+    "a letter is too small for its shape": torch.ones([1] * 20),
+    "parts": torch.arange(3 * _PART // 8 + 5),
+    "parts, not dense": torch.arange(2.0 * _PART).view(2, -1).T,
+}
+
+
+def now_and_again(name: str, how: str) -> None:
+    """More than a ring has place for, each another one; all that was lent is given back."""
+    mesh = pair()
+    if mesh is None:
+        return
+    x, times = NOW[name].detach(), 20 if NOW[name].numel() > 2000 else 2 * MOST + 3
+    with torch.inference_mode(how == "inference mode"):
+        for i in range(times):
+            if mesh.rank == 0:
+                with torch.no_grad():
+                    mc.send(NOW[name] if i == 0 else x + i, "a", 1, i % 2, mesh=mesh)
+                continue
+            y = mc.recv("a", 0, shape=x.shape, dtype=x.dtype, tag=i % 2, mesh=mesh)
+            assert torch.equal(y, x + i)
+            assert y.dtype == x.dtype
+            assert y.is_contiguous()
+            assert y.is_inference() == (how == "inference mode")
+    goes_on(mesh)
+    assert not [reader for _, reader in lending.room.wanted() if "message" in reader.told_of(0)]
+
+
+@pytest.mark.parametrize("how", ["plain", "inference mode"])
+@pytest.mark.parametrize("name", NOW)
+def test_one_that_is_waited_for_at_once(pool4: Any, name: str, how: str) -> None:
+    pool4.run(now_and_again, name, how)
+    pool4.run(now_and_again, name, "plain")
+
+
+def between_others() -> None:
+    """One that is waited for at once comes in its turn among those that are not, over its route alone."""
+    mesh = pair()
+    if mesh is None:
+        return
+    want: Any = {"shape": (3,), "dtype": torch.float32, "mesh": mesh}
+    if mesh.rank == 0:
+        works = [mc.send(torch.full((3,), float(i)), "a", 1, i % 2, mesh=mesh, async_op=True) for i in range(4)]
+        mc.send(torch.full((3,), 4.0), "a", 1, mesh=mesh)
+        mc.send(torch.full((3,), 5.0), "a", 1, 1, mesh=mesh)
+        mc.wait(works)
+        return
+    first = mc.recv("a", 0, **want, async_op=True)
+    assert [mc.recv("a", 0, **want)[0].item() for _ in range(2)] == [2.0, 4.0]
+    assert first.wait()[0].item() == 0.0
+    assert [mc.recv("a", 0, **want, tag=1)[0].item() for _ in range(3)] == [1.0, 3.0, 5.0]
+
+
+def facing() -> None:
+    """Both send and then receive: each takes what has come while it waits, if it has asked for that."""
+    mesh = pair()
+    if mesh is None:
+        return
+    for length in (4, 5000, _PART):
+        x, want = torch.full((length,), float(mesh.rank)), (length,)
+        got = mc.recv("a", 1 - mesh.rank, shape=want, dtype=x.dtype, mesh=mesh, async_op=True)
+        mc.send(x, "a", 1 - mesh.rank, mesh=mesh)
+        assert got.wait().unique().tolist() == [1.0 - mesh.rank]
+
+
+def untaken() -> None:
+    """Whose time is up has sent what it has sent: it is taken later, and nothing is written over it meanwhile."""
+    mesh = pair()
+    if mesh is None:
+        return
+    want: Any = {"shape": (2,), "dtype": torch.float32, "mesh": mesh}
+    mail: Any = mesh.axis("a").link.mail
+    if mesh.rank == 0:
+        mc.send(torch.zeros(2), "a", 1, mesh=mesh)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mail, "timeout", 0.3)
+            told(lambda: mc.send(torch.ones(2), "a", 1, 7, mesh=mesh))
+        for i in range(2 * MOST):
+            mc.send(torch.full((2,), float(i)), "a", 1, mesh=mesh)
+        mail.failed = False
+        return
+    mc.recv("a", 0, **want)
+    for i in range(2 * MOST):
+        assert mc.recv("a", 0, **want)[1].item() == i
+    assert mc.recv("a", 0, **want, tag=7).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("program", [between_others, facing, untaken], ids=lambda fn: fn.__name__)
+def test_at_once_and_not(pool4: Any, program: Callable[[], None]) -> None:
+    pool4.run(program)
+    pool4.run(there_and_back, "a vector", "lent")
+
+
+def broken_off(later: bool) -> list[str]:
+    """Who sends is interrupted in the middle: who receives is told, and gets the next one."""
+    mesh = pair()
+    if mesh is None:
+        return []
+    length = _PART // 2  # of 8 bytes: four parts
+    want: Any = {"shape": (length,), "dtype": torch.float64, "mesh": mesh}
+    for value in (1.0, 2.0):  # now it goes at once
+        if mesh.rank == 0:
+            mc.send(torch.full((length,), value, dtype=torch.float64), "a", 1, mesh=mesh)
+        else:
+            assert mc.recv("a", 0, **want).unique().tolist() == [value]
+    mc.barrier("a", mesh=mesh)
+    found = []
+    if mesh.rank == 0:
+        x = torch.full((length,), 3.0, dtype=torch.float64)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(one_message, "_write_parts", half_of_it)
+            with pytest.raises(KeyboardInterrupt):
+                mc.send(x, "a", 1, mesh=mesh)
+        mc.send(x + 1, "a", 1, mesh=mesh)
+    elif later:
+        works = [mc.recv("a", 0, **want, async_op=True) for _ in range(2)]
+        found = [told(works[0].wait)]
+        assert works[1].wait().unique().tolist() == [4.0]
+    else:
+        found = [told(lambda: mc.recv("a", 0, **want))]
+        assert mc.recv("a", 0, **want).unique().tolist() == [4.0]
+    goes_on(mesh)
+    assert not [reader for _, reader in lending.room.wanted() if "message" in reader.told_of(0)]
+    return found
+
+
+def half_of_it(lent: Any, parts: Any, own: Any) -> None:
+    _write_parts(lent, parts[:2], own[:2])
+    time.sleep(0.05)
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
+def test_who_is_interrupted_while_it_writes(pool4: Any, later: bool) -> None:
+    [text] = pool4.run(broken_off, later)[1]
+    assert "the transport failed: index 0 was interrupted in the middle of a message" in text
+
+
+def slow_and_whole(later: bool) -> list[float]:
+    """Who receives waits for each part, and gives up nothing."""
+    mesh = pair()
+    if mesh is None:
+        return []
+    length, found = _PART, []
+    for _ in range(4):
+        if mesh.rank == 0:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(one_message, "_write_parts", one_by_one)
+                mc.send(torch.arange(float(length)), "a", 1, mesh=mesh)
+        else:
+            y: Any = mc.recv("a", 0, shape=(length,), dtype=torch.float32, mesh=mesh, async_op=later)  # type: ignore[call-overload]
+            found.append(bool(torch.equal(y.wait() if later else y, torch.arange(float(length)))))
+    return found
+
+
+def one_by_one(lent: Any, parts: Any, own: Any) -> None:
+    for number in range(1, len(parts) + 1):
+        time.sleep(0.02)
+        _write_parts(lent, parts[:number], own[:number])
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
+def test_who_receives_waits_for_each_part(pool4: Any, later: bool) -> None:
+    assert pool4.run(slow_and_whole, later)[1] == [True] * 4
+
+
+def dies_in_the_middle(folder: str) -> None:
+    mesh = mc.make_mesh({"a": 2}, timeout=100.0)
+    want: Any = {"shape": (_PART,), "dtype": torch.float32, "mesh": mesh}
+    for number in range(3):
+        if mesh.rank == 1:
+            if number < 2:
+                mc.recv("a", 0, **want)
+                continue
+            begin, text = time.monotonic(), told(lambda: mc.recv("a", 0, **want))
+            with open(f"{folder}/told", "w") as file:
+                file.write(text if time.monotonic() - begin < 30 else "")
+            return
+        with pytest.MonkeyPatch.context() as patch:
+            if number == 2:
+                patch.setattr(one_message, "_write_parts", half_and_dead)
+            mc.send(torch.ones(_PART), "a", 1, mesh=mesh)
+
+
+def half_and_dead(lent: Any, parts: Any, own: Any) -> None:
+    _write_parts(lent, parts[:2], own[:2])
+    os._exit(7)
+
+
+def test_who_dies_while_it_writes(tmp_path: Path) -> None:
+    with pytest.raises(mc.CommError):
+        mc.launch(dies_in_the_middle, 2, args=(str(tmp_path),), runtime="processes")
+    assert "index 0 has ended" in (tmp_path / "told").read_text()
 
 
 # ------------------------------------------------------------------------------------------------- who waits for whom

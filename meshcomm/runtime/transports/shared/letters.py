@@ -504,7 +504,7 @@ def says(name: str, tag: int, dtype: torch.dtype, shape: tuple[int, ...], route:
     lengths = [*shape[:LENGTHS], *[0] * (LENGTHS - len(shape))]
     nbytes = math.prod(shape) * dtype.itemsize
     head = (0, route, envelopes.sequence_of(name), tag, nbytes, 0, number_of(dtype), len(shape))
-    return [*head, envelopes.rest_of(shape), *lengths]
+    return [*head, envelopes.rest_of(tuple(shape)), *lengths]
 
 
 def _letter(name: str, tag: int, x: Tensor, follows: int, lent: Segment | None, route: int) -> array[int]:

@@ -50,10 +50,10 @@ from meshcomm.runtime.transports.shared.letters import (
     SLOT,
     TAKEN,
     Letters,
+    Parcel,
     Sent,
     says,
 )
-from meshcomm.runtime.transports.shared.messages import Posted
 from meshcomm.runtime.transports.shared.waiting import AWAKE
 
 _PART = 2**18
@@ -132,7 +132,11 @@ def _learned(
     return found
 
 
-def sends_in(log: Log) -> Callable[[Any, Post], bool]:
+Posts = Callable[[Any, str, Letters, list[Parcel], list[Sent]], Any]
+"""Makes what goes on: messages of one call under way."""
+
+
+def sends_in(log: Log, posts: Posts) -> Callable[[Any, Post], bool]:
     """``send_now(link, post)``: whether it was sent, and was taken; if not, nothing was done."""
     keep, known = log.records.append, dict[Any, _Known]()
 
@@ -155,12 +159,17 @@ def sends_in(log: Log) -> Callable[[Any, Post], bool]:
             0, "exchange", "", None, (), monotonic(), None, log.call, ([(dst, tag)], []), get_ident(),
         ]  # fmt: skip
         keep(record)
+        sent: Sent | None = None
         try:
             if what.nbytes <= INSIDE:
-                _put_inside(link, letters, what, x, dst, tag)
+                sent = _put_inside(link, letters, what, x, dst, tag)
             else:
-                _put_lent(link, letters, what, x, dst, tag)
-        except BaseException as error:
+                sent = _put_lent(link, letters, what, x, dst, tag)
+            if sent is not None:
+                posts(link, "exchange", letters, [], [sent]).wait(None, awake=0.0)
+        except BaseException as error:  # Ctrl-C, too
+            if sent is not None:
+                sent.let_go(letters.mail.index)
             failed(record, error)
             raise
         record[ENDED] = monotonic()
@@ -169,8 +178,8 @@ def sends_in(log: Log) -> Callable[[Any, Post], bool]:
     return send_now
 
 
-def _put_inside(link: Any, letters: Letters, what: _Known, x: Tensor, dst: int, tag: int) -> None:
-    """Write a letter that ``x`` stands in, and wait until it was taken."""
+def _put_inside(link: Any, letters: Letters, what: _Known, x: Tensor, dst: int, tag: int) -> Sent | None:
+    """Write a letter that ``x`` stands in, and wait until it was taken; if that takes long, what is waited for."""
     cells, number = letters.own, 0
     address, nbytes, mail = x.data_ptr(), what.nbytes, link.mail
     with letters.sending:
@@ -189,8 +198,7 @@ def _put_inside(link: Any, letters: Letters, what: _Known, x: Tensor, dst: int, 
         else:
             number = 0
     if not number:
-        _go_on(link, letters, letters.send(link, (x, dst, tag), what.route))
-        return
+        return letters.send(link, (x, dst, tag), what.route)
     box = mail.boxes[dst]
     if box is None:
         mail.ring_at(dst)
@@ -202,13 +210,13 @@ def _put_inside(link: Any, letters: Letters, what: _Known, x: Tensor, dst: int, 
         if not end:
             end = now + AWAKE
         elif now > end:
-            _go_on(link, letters, Sent(dst, number, None, None, inside=True))
-            return
+            return Sent(dst, number, None, None, inside=True)
         os.sched_yield()
+    return None
 
 
-def _put_lent(link: Any, letters: Letters, what: _Known, x: Tensor, dst: int, tag: int) -> None:
-    """Write a letter, then what is lent, and wait until it was read."""
+def _put_lent(link: Any, letters: Letters, what: _Known, x: Tensor, dst: int, tag: int) -> Sent | None:
+    """Write a letter, then what is lent, and wait until it was read; if that takes long, what is waited for."""
     cells, mail, nbytes = letters.own, link.mail, what.nbytes
     try:
         places, readers = (dst, mail.index), [letters.addressees[dst]]
@@ -233,28 +241,22 @@ def _put_lent(link: Any, letters: Letters, what: _Known, x: Tensor, dst: int, ta
             back, lent = lent, None
             if back is not None:
                 back.take_back()
-            _go_on(link, letters, letters.send(link, (x, dst, tag), what.route))
-            return
+            return letters.send(link, (x, dst, tag), what.route)
         assert lent is not None
         mail.ring_at(dst)
-        flags, state, written = lent.flags, lent.cells, 0
-        for part, own in zip(parts, what.parts_of(x), strict=True):
-            part.copy_(own)
-            written += own.nbytes
-            state[STATE] = written
+        _write_parts(lent, parts, what.parts_of(x))
         mail.ring_at(dst)
-        end = 0.0
+        flags, end = lent.flags, 0.0
         while flags[dst]:
             now = monotonic()
             if not end:
                 end = now + AWAKE
             elif now > end:
-                sent, lent = Sent(dst, number, lent, None), None
-                _go_on(link, letters, sent)
-                return
+                return Sent(dst, number, lent, None)
             os.sched_yield()
         flags[mail.index] = 0  # no call from here to the next line: it may be that of another message then
         lent = None
+        return None
     except BaseException:  # Ctrl-C: who reads it is told, or nobody hears of it
         if lent is not None:
             if not posted:
@@ -267,16 +269,15 @@ def _put_lent(link: Any, letters: Letters, what: _Known, x: Tensor, dst: int, ta
         raise
 
 
-def _go_on(link: Any, letters: Letters, sent: Sent) -> None:
-    posted = Posted(link, "exchange", letters, [], [sent])
-    try:
-        posted.wait(None, awake=0.0)
-    except BaseException:  # Ctrl-C, too
-        posted.give_up()
-        raise
+def _write_parts(lent: Segment, parts: Sequence[Tensor], own: Sequence[Tensor]) -> None:
+    state, written = lent.cells, 0
+    for part, mine in zip(parts, own, strict=True):
+        part.copy_(mine)
+        written += mine.nbytes
+        state[STATE] = written
 
 
-def receives_in(log: Log) -> Callable[[Any, Want], Tensor | None]:
+def receives_in(log: Log, posts: Posts) -> Callable[[Any, Want], Tensor | None]:
     """``recv_now(link, want)``: what has come; None, and nothing was done, if it goes another way."""
     keep, known = log.records.append, dict[Any, _Known]()
 
@@ -297,18 +298,16 @@ def receives_in(log: Log) -> Callable[[Any, Want], Tensor | None]:
             0, "exchange", "", None, (), monotonic(), None, log.call, ([], [(src, tag)]), get_ident(),
         ]  # fmt: skip
         keep(record)
+        parcel: Parcel | None = None
         try:
             out = what.room()
             if not _taken(link, letters, what, src, out):
                 parcel = letters.ask(link, "exchange", want, what.route)
                 parcel.out = out
-                posted = Posted(link, "exchange", letters, [parcel], [])
-                try:
-                    [out] = posted.wait(None, awake=0.0)
-                except BaseException:  # Ctrl-C, too
-                    posted.give_up()
-                    raise
-        except BaseException as error:
+                [out] = posts(link, "exchange", letters, [parcel], []).wait(None, awake=0.0)
+        except BaseException as error:  # Ctrl-C, too
+            if parcel is not None:
+                letters.forget([parcel])
             failed(record, error)
             raise
         record[ENDED] = monotonic()

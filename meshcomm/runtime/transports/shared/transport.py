@@ -58,7 +58,7 @@ class OneHostLink(ProcessLink):
         """As any; small calls that are waited for at once have a way of their own."""
         super().note_in(log)
         self._at_once = at_once.at_once_in(log)
-        self.send_now, self.recv_now = one_message.sends_in(log), one_message.receives_in(log)
+        self.send_now, self.recv_now = one_message.sends_in(log, Posted), one_message.receives_in(log, Posted)
 
     def copies(self, name: str, x: Tensor) -> bool:
         """What is lent is a copy."""
