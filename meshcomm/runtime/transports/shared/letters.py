@@ -107,7 +107,7 @@ class Parcel:
 
 
 class Sent:
-    """A message that was sent: it lies in what is lent, until it has been read; or in the letter; or follows over gloo."""
+    """A message that was sent: it lies in what is lent, until it was read; or in the letter; or follows over gloo."""
 
     __slots__ = ("_is_read", "lent", "number", "rest", "to")
 
