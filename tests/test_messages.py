@@ -397,6 +397,9 @@ NOW = {
     "turned": torch.complex(torch.arange(9.0), torch.arange(9.0)).conj().imag,
     "expanded": torch.ones(1).expand(7, 5),
     "a parameter": torch.nn.Parameter(torch.arange(5.0)),
+    "bool": torch.arange(9) % 2 == 0,
+    "conjugate": torch.complex(torch.arange(9.0), torch.arange(9.0)).conj(),
+    "short": torch.arange(900, dtype=torch.int16),
     "half": torch.arange(60, dtype=torch.bfloat16).view(3, 4, 5),
     "a letter is too small for its shape": torch.ones([1] * 20),
     "parts": torch.arange(3 * _PART // 8 + 5),
@@ -414,10 +417,11 @@ def now_and_again(name: str, how: str) -> None:
         for i in range(times):
             if mesh.rank == 0:
                 with torch.no_grad():
-                    mc.send(NOW[name] if i == 0 else x + i, "a", 1, i % 2, mesh=mesh)
+                    more = x ^ bool(i % 2) if x.dtype == torch.bool else x + i
+                    mc.send(NOW[name] if i == 0 else more, "a", 1, i % 2, mesh=mesh)
                 continue
             y = mc.recv("a", 0, shape=x.shape, dtype=x.dtype, tag=i % 2, mesh=mesh)
-            assert torch.equal(y, x + i)
+            assert torch.equal(y, x ^ bool(i % 2) if x.dtype == torch.bool else x + i)
             assert y.dtype == x.dtype
             assert y.is_contiguous()
             assert y.is_inference() == (how == "inference mode")
@@ -462,6 +466,24 @@ def facing() -> None:
         assert got.wait().unique().tolist() == [1.0 - mesh.rank]
 
 
+def both_ways_at_once() -> None:
+    """What one sends and receives in one call, of any size; or of different sizes."""
+    mesh = pair()
+    if mesh is None:
+        return
+    me, other = mesh.rank, 1 - mesh.rank
+    for lengths in ((4, 4), (5000, 5000), (_PART, _PART), (4, 5000), (2 * _PART, 0)):
+        for turn in range(5):
+            x, want = torch.full((lengths[me],), me + 0.5 * turn), (other, (lengths[other],), torch.float32, turn % 2)
+            [y] = mc.exchange([(x, other, turn % 2)], [want], "a", mesh=mesh)
+            assert torch.equal(y, torch.full((lengths[other],), other + 0.5 * turn))
+    for value in range(4):  # one of them is late
+        mc.barrier("a", mesh=mesh)
+        time.sleep(0.02 * ((value + me) % 2))
+        sent, want = [(torch.full((3,), me + value), other)], [(other, (3,), torch.int64)]
+        assert mc.exchange(sent, want, "a", mesh=mesh)[0].tolist() == [other + value] * 3
+
+
 def untaken() -> None:
     """Whose time is up has sent what it has sent: it is taken later, and nothing is written over it meanwhile."""
     mesh = pair()
@@ -484,7 +506,7 @@ def untaken() -> None:
     assert mc.recv("a", 0, **want, tag=7).tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("program", [between_others, facing, untaken], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("program", [between_others, facing, both_ways_at_once, untaken], ids=lambda fn: fn.__name__)
 def test_at_once_and_not(pool4: Any, program: Callable[[], None]) -> None:
     pool4.run(program)
     pool4.run(there_and_back, "a vector", "lent")

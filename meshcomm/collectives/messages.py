@@ -99,7 +99,7 @@ def send(
     ax = check.axis_of("send", axis, mesh)
     post = _checked_post("send", (x, dst, tag), ax)
     not_oneself("send", dst, ax)
-    if not async_op and _unheard(link := ax.link) and link.send_now(link, post):
+    if not async_op and _unheard(link := ax.link) and link.exchange_now(link, post, None) is not None:
         return None
     posts = _kept_posts([post], async_op)
     return made(SEND, (), ax, kind_of(x), async_op, lambda link: then(link.exchange(posts, []), lambda _: None))
@@ -166,8 +166,8 @@ def recv(
     ax = check.axis_of("recv", axis, mesh)
     want = _checked_want("recv", (src, shape, dtype, tag), ax)
     not_oneself("recv", src, ax)
-    if not async_op and _unheard(link := ax.link) and (found := link.recv_now(link, want)) is not None:
-        return found
+    if not async_op and _unheard(link := ax.link) and (got := link.exchange_now(link, None, want)) is not None:
+        return got[0]
     kind = dtype, want[1]
     return made(RECV, (), ax, kind, async_op, lambda link: then(link.exchange([], [want]), lambda got: got[0]))
 

@@ -153,12 +153,10 @@ class Link(Primitives, Protocol):
     with ``hook`` before its gradient (see ``_torch.hooked``); None, and nothing is done, where that does not go.
     """
 
-    send_now: Callable[[Any, Post], bool]
-    """``send_now(link, post)``: ``exchange`` of one message, for who has seen that nobody hears it, no profiler either;
-    whether it was sent: if not, nothing was done, and it is to go the longer way.
+    exchange_now: Callable[[Any, Post | None, Want | None], list[Tensor] | None]
+    """``exchange_now(link, post, want)``: ``exchange`` of one message that is sent, one that is received, or both, for
+    who has seen that nobody hears it, no profiler either; None, and nothing was done, if it is to go the longer way.
     """
-    recv_now: Callable[[Any, Want], Tensor | None]
-    """``recv_now(link, want)``: the same of one that is received; None if nothing was done."""
 
     def sum_told(self, x: Tensor, said: tuple[Any, ...]) -> Tensor:
         """all_reduce (sum), of a link that is told briefly: of what ``said`` says as ``told.call`` would."""
@@ -183,7 +181,7 @@ def _sum(link: Any, x: Tensor) -> Tensor:
     return link.all_reduce(x, "sum")  # type: ignore[no-any-return]
 
 
-def _not_now(link: Any, message: Any) -> None:
+def _not_now(link: Any, post: Post | None, want: Want | None) -> None:
     return None
 
 
@@ -195,8 +193,7 @@ class Defaults:
     watched = hears = briefly = sums_clones = False
     hooks: Sequence[Any] = ()
     sum_now: Callable[..., Any] = staticmethod(_sum)
-    send_now: Callable[..., Any] = staticmethod(_not_now)
-    recv_now: Callable[..., Any] = staticmethod(_not_now)
+    exchange_now: Callable[..., Any] = staticmethod(_not_now)
 
     def announce(self, call: Call) -> None:
         """Nobody listens; a rank that calls something else is a matter for the guard."""

@@ -109,17 +109,18 @@ class Parcel:
 class Sent:
     """A message that was sent: it lies in what is lent, until it was read; or in the letter; or follows over gloo."""
 
-    __slots__ = ("_is_read", "lent", "number", "rest", "to")
+    __slots__ = ("_is_read", "at", "lent", "number", "rest", "to")
 
-    def __init__(self, to: int, number: int, lent: Segment | None, rest: Messages | None, inside: bool = False) -> None:
-        self.to, self.number, self.lent, self.rest = to, number, lent, rest
-        self._is_read = lent is None and not inside
+    def __init__(self, to: int, number: int, lent: Segment | None, rest: Messages | None, at: int = 0) -> None:
+        """``at``: the cell that says that it was taken out of its letter."""
+        self.to, self.number, self.lent, self.rest, self.at = to, number, lent, rest, at
+        self._is_read = lent is None and not at
 
     def is_read(self, letters: Letters) -> bool:
         """Whether it has been, or cannot be."""
         if not self._is_read:
             if self.lent is None:
-                self._is_read = letters.is_taken(self.to, self.number)
+                self._is_read = letters.own is None or letters.own[self.at] == self.number
                 return self._is_read
             if self.lent.flags[self.to]:
                 if not letters.is_unread(self.to, self.number):
@@ -294,11 +295,6 @@ class Letters:
         """Whether that one has said that it cannot read what is lent with this letter."""
         own = self.own
         return own is not None and own[RING * dst + _UNREAD + number % MOST] == number
-
-    def is_taken(self, dst: int, number: int) -> bool:
-        """Whether what stands in this letter was taken out of it, or nobody can any more."""
-        own = self.own
-        return own is None or own[self._place_of(dst, number) + TAKEN] == number
 
     def see_to_it(self) -> None:
         """Somebody has asked, or sent, who does not wait now: have the thread look, until all is here."""

@@ -61,6 +61,7 @@ _PART = 2**18
 _KNOWN, _PLACES = 512, 64
 """How many kinds of messages are known of an axis, and of each how many places where something is lent."""
 _CPU = torch.device("cpu")
+_MOVED = dtypes.PLAIN | {torch.bool, torch.int16, torch.complex64, torch.complex128}
 _copy = ctypes.memmove
 
 
@@ -124,7 +125,7 @@ class _Known:
 def _learned(
     known: dict[Any, _Known], key: Any, link: Any, other: int, tag: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> _Known | None:
-    if dtype not in dtypes.PLAIN or len(shape) > LENGTHS:
+    if dtype not in _MOVED or len(shape) > LENGTHS:
         return None
     if len(known) >= _KNOWN:
         known.clear()
@@ -136,137 +137,141 @@ Posts = Callable[[Any, str, Letters, list[Parcel], list[Sent]], Any]
 """Makes what goes on: messages of one call under way."""
 
 
-def sends_in(log: Log, posts: Posts) -> Callable[[Any, Post], bool]:
-    """``send_now(link, post)``: whether it was sent, and was taken; if not, nothing was done."""
-    keep, known = log.records.append, dict[Any, _Known]()
+def exchange_now_in(log: Log, posts: Posts) -> Callable[[Any, Post | None, Want | None], list[Tensor] | None]:
+    """``exchange_now(link, post, want)``: what has come, when it is here and what was sent was read; None, and nothing
+    was done, if it goes another way.
+    """
+    keep, gone, came = log.records.append, dict[Any, _Known](), dict[Any, _Known]()
 
     @_torch.out_of_graphs
-    def send_now(link: Any, post: Post) -> bool:
-        x, dst, tag = post
+    def exchange_now(link: Any, post: Post | None, want: Want | None) -> list[Tensor] | None:
         letters: Any = link.mail.letters
-        if letters is None or letters.own is None or type(x) is not Tensor or not (x.is_cpu and _torch.plain_now()):
-            return False
-        key = dst, tag, x.dtype, x.shape
-        what = known.get(key) or _learned(known, key, link, *key)
-        if what is None:
-            return False
+        if letters is None or not _torch.plain_now():
+            return None
+        key: Any
+        sends: _Known | None = None
+        receives: _Known | None = None
+        if post is not None:
+            x, dst, tag = post
+            if letters.own is None or type(x) is not Tensor or not x.is_cpu:
+                return None
+            key = dst, tag, x.dtype, x.shape
+            sends = gone.get(key) or _learned(gone, key, link, *key)
+            if sends is None:
+                return None
+        if want is not None:
+            src, shape, dtype, route, device = want
+            if letters.rings[src] is None or device.type != "cpu":
+                return None
+            key = src, route, dtype, shape
+            receives = came.get(key) or _learned(came, key, link, *key)
+            if receives is None or receives.key in letters.asked or receives.key in letters.came:
+                return None
         if queued:
             begin_all()
-        if not x.is_contiguous() or x.is_neg():
-            x = dtypes.plain(x)
         log.messages += 1
-        record: Record = [
-            0, "exchange", "", None, (), monotonic(), None, log.call, ([(dst, tag)], []), get_ident(),
-        ]  # fmt: skip
+        root = [] if post is None else [post[1:]], [] if want is None else [(src, route)]
+        record: Record = [0, "exchange", "", None, (), monotonic(), None, log.call, root, get_ident()]
         keep(record)
         sent: Sent | None = None
+        parcel: Parcel | None = None
+        found: list[Tensor] = []
         try:
-            if what.nbytes <= INSIDE:
-                sent = _put_inside(link, letters, what, x, dst, tag)
-            else:
-                sent = _put_lent(link, letters, what, x, dst, tag)
-            if sent is not None:
-                posts(link, "exchange", letters, [], [sent]).wait(None, awake=0.0)
+            if sends is not None:
+                sent = _put(link, letters, sends, post)
+            if receives is not None:
+                found = [receives.room()]
+                if not _taken(link, letters, receives, src, found[0]):
+                    parcel = letters.ask(link, "exchange", want, receives.route)
+                    parcel.out = found[0]
+            if parcel is not None or (sent is not None and not _read_soon(letters, sent)):
+                waited = [] if parcel is None else [parcel], [] if sent is None else [sent]
+                came_late = posts(link, "exchange", letters, *waited).wait(None, awake=0.0)
+                found = found if parcel is None else came_late
         except BaseException as error:  # Ctrl-C, too
             if sent is not None:
                 sent.let_go(letters.mail.index)
+            if parcel is not None:
+                letters.forget([parcel])
             failed(record, error)
             raise
         record[ENDED] = monotonic()
-        return True
+        return found
 
-    return send_now
+    return exchange_now
 
 
-def _put_inside(link: Any, letters: Letters, what: _Known, x: Tensor, dst: int, tag: int) -> Sent | None:
-    """Write a letter that ``x`` stands in, and wait until it was taken; if that takes long, what is waited for."""
-    cells, number = letters.own, 0
-    address, nbytes, mail = x.data_ptr(), what.nbytes, link.mail
+def _put(link: Any, letters: Letters, what: _Known, post: Any) -> Sent:
+    """Write a letter, and what it is about."""
+    x, dst, tag = post
+    if not x.is_contiguous() or x.is_neg() or x.is_conj():
+        x = dtypes.plain(x)
+    sent = (_put_inside if what.nbytes <= INSIDE else _put_lent)(link, letters, what, x, dst)
+    return letters.send(link, (x, dst, tag), what.route) if sent is None else sent
+
+
+def _put_inside(link: Any, letters: Letters, what: _Known, x: Tensor, dst: int) -> Sent | None:
+    """Write a letter that ``x`` stands in; None if there is no place."""
+    cells, mail, nbytes, address = letters.own, link.mail, what.nbytes, x.data_ptr()
     with letters.sending:
         number = letters.numbers[dst] + 1
         place = number % MOST
         at, held = RING * dst + HEAD + place * SLOT, letters.inside[dst]
-        taken = at + TAKEN
-        is_free = number - cells[RING * dst] <= MOST and (not held[place] or cells[taken] == held[place])
-        if is_free and dst not in letters.left and not letters.is_closed:
-            if nbytes:
-                _copy(letters.own_address + 8 * (at + DATA), address, nbytes)
-            cells[at + 1 : at + CELLS] = what.says
-            held[place] = number
-            cells[at] = number  # now it is there; no call from here to the next line
-            letters.numbers[dst] = number
-        else:
-            number = 0
-    if not number:
-        return letters.send(link, (x, dst, tag), what.route)
+        if held[place] and cells[at + TAKEN] != held[place]:
+            return None
+        if number - cells[RING * dst] > MOST or dst in letters.left or letters.is_closed:
+            return None
+        if nbytes:
+            _copy(letters.own_address + 8 * (at + DATA), address, nbytes)
+        cells[at + 1 : at + CELLS] = what.says
+        held[place] = number
+        cells[at] = number  # now it is there; no call from here to the next line
+        letters.numbers[dst] = number
     box = mail.boxes[dst]
     if box is None:
         mail.ring_at(dst)
     elif box.cells[box.listens]:
         box.ring()
-    end = 0.0
-    while cells[taken] != number:
-        now = monotonic()
-        if not end:
-            end = now + AWAKE
-        elif now > end:
-            return Sent(dst, number, None, None, inside=True)
-        os.sched_yield()
-    return None
+    return Sent(dst, number, None, None, at + TAKEN)
 
 
-def _put_lent(link: Any, letters: Letters, what: _Known, x: Tensor, dst: int, tag: int) -> Sent | None:
-    """Write a letter, then what is lent, and wait until it was read; if that takes long, what is waited for."""
-    cells, mail, nbytes = letters.own, link.mail, what.nbytes
+def _put_lent(link: Any, letters: Letters, what: _Known, x: Tensor, dst: int) -> Sent | None:
+    """Write a letter, then what is lent; None if nothing can be."""
+    cells, mail = letters.own, link.mail
     try:
         places, readers = (dst, mail.index), [letters.addressees[dst]]
-        lent: Segment | None = lending.room.lend(nbytes, places, readers, patient=True, must=False)
+        lent: Segment = lending.room.lend(what.nbytes, places, readers, patient=True, must=False)
     except (OSError, CommError) as error:
         if isinstance(error, TimeoutError):  # of a signal's
             raise
-        lent = None
+        return None
     posted = False
     try:
-        if lent is not None:
-            letter, parts = what.places.get(lent) or what.letter(lent)
-            with letters.sending:
-                number = letters.numbers[dst] + 1
-                if number - cells[RING * dst] <= MOST and dst not in letters.left and not letters.is_closed:
-                    at = RING * dst + HEAD + number % MOST * SLOT
-                    cells[at + 1 : at + CELLS] = letter
-                    cells[at] = number  # now it is there; no call from here to the next line
-                    letters.numbers[dst] = number
-                    posted = True
-        if not posted:
-            back, lent = lent, None
-            if back is not None:
-                back.take_back()
-            return letters.send(link, (x, dst, tag), what.route)
-        assert lent is not None
-        mail.ring_at(dst)
-        _write_parts(lent, parts, what.parts_of(x))
-        mail.ring_at(dst)
-        flags, end = lent.flags, 0.0
-        while flags[dst]:
-            now = monotonic()
-            if not end:
-                end = now + AWAKE
-            elif now > end:
-                return Sent(dst, number, lent, None)
-            os.sched_yield()
-        flags[mail.index] = 0  # no call from here to the next line: it may be that of another message then
-        lent = None
-        return None
+        letter, parts = what.places.get(lent) or what.letter(lent)
+        with letters.sending:
+            number = letters.numbers[dst] + 1
+            if number - cells[RING * dst] <= MOST and dst not in letters.left and not letters.is_closed:
+                at = RING * dst + HEAD + number % MOST * SLOT
+                cells[at + 1 : at + CELLS] = letter
+                cells[at] = number  # now it is there; no call from here to the line after the next
+                letters.numbers[dst] = number
+                posted = True
+        if posted:
+            mail.ring_at(dst)
+            _write_parts(lent, parts, what.parts_of(x))
+            mail.ring_at(dst)
+            return Sent(dst, number, lent, None)
     except BaseException:  # Ctrl-C: who reads it is told, or nobody hears of it
-        if lent is not None:
-            if not posted:
-                lent.take_back()
-            else:
-                if lent.cells[STATE] < nbytes:
-                    lent.cells[STATE] = -1
-                lent.returned(mail.index)
-                mail.ring_at(dst)
+        if not posted:
+            lent.take_back()
+            raise
+        if lent.cells[STATE] < what.nbytes:
+            lent.cells[STATE] = -1
+        lent.returned(mail.index)
+        mail.ring_at(dst)
         raise
+    lent.take_back()
+    return None
 
 
 def _write_parts(lent: Segment, parts: Sequence[Tensor], own: Sequence[Tensor]) -> None:
@@ -277,43 +282,22 @@ def _write_parts(lent: Segment, parts: Sequence[Tensor], own: Sequence[Tensor]) 
         state[STATE] = written
 
 
-def receives_in(log: Log, posts: Posts) -> Callable[[Any, Want], Tensor | None]:
-    """``recv_now(link, want)``: what has come; None, and nothing was done, if it goes another way."""
-    keep, known = log.records.append, dict[Any, _Known]()
-
-    @_torch.out_of_graphs
-    def recv_now(link: Any, want: Want) -> Tensor | None:
-        src, shape, dtype, tag, device = want
-        letters: Any = link.mail.letters
-        if letters is None or letters.rings[src] is None or device.type != "cpu" or not _torch.plain_now():
-            return None
-        key = src, tag, dtype, shape
-        what = known.get(key) or _learned(known, key, link, *key)
-        if what is None or what.key in letters.asked or what.key in letters.came:
-            return None
-        if queued:
-            begin_all()
-        log.messages += 1
-        record: Record = [
-            0, "exchange", "", None, (), monotonic(), None, log.call, ([], [(src, tag)]), get_ident(),
-        ]  # fmt: skip
-        keep(record)
-        parcel: Parcel | None = None
-        try:
-            out = what.room()
-            if not _taken(link, letters, what, src, out):
-                parcel = letters.ask(link, "exchange", want, what.route)
-                parcel.out = out
-                [out] = posts(link, "exchange", letters, [parcel], []).wait(None, awake=0.0)
-        except BaseException as error:  # Ctrl-C, too
-            if parcel is not None:
-                letters.forget([parcel])
-            failed(record, error)
-            raise
-        record[ENDED] = monotonic()
-        return out
-
-    return recv_now
+def _read_soon(letters: Letters, sent: Sent) -> bool:
+    """Whether what was sent was read before one would sleep."""
+    if sent.rest is not None:
+        return False
+    lent, at, number, end = sent.lent, sent.at, sent.number, 0.0
+    cells, wanted = (letters.own, number) if lent is None else (lent.flags, 0)
+    at = sent.to if lent is not None else at
+    while cells[at] != wanted:
+        now = monotonic()
+        if not end:
+            end = now + AWAKE
+        elif now > end:
+            return False
+        os.sched_yield()
+    sent.let_go(letters.mail.index)
+    return True
 
 
 def _taken(link: Any, letters: Letters, what: _Known, src: int, out: Tensor) -> bool:

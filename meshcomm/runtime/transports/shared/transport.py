@@ -58,7 +58,7 @@ class OneHostLink(ProcessLink):
         """As any; small calls that are waited for at once have a way of their own."""
         super().note_in(log)
         self._at_once = at_once.at_once_in(log)
-        self.send_now, self.recv_now = one_message.sends_in(log, Posted), one_message.receives_in(log, Posted)
+        self.exchange_now = one_message.exchange_now_in(log, Posted)
 
     def copies(self, name: str, x: Tensor) -> bool:
         """What is lent is a copy."""
@@ -321,13 +321,11 @@ class OneHostLink(ProcessLink):
     # ------------------------------------------------------------------------------------------- messages
 
     def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
-        """As in the base; one message that is waited for at once has a way of its own."""
-        if len(posts) + len(wants) == 1 and not (told.later or self.log.inside):
-            if posts:
-                if self.send_now(self, posts[0]):
-                    return []
-            elif (got := self.recv_now(self, wants[0])) is not None:
-                return [got]
+        """As in the base; one message to and from others that is waited for at once has a way of its own."""
+        if len(posts) < 2 and len(wants) < 2 and (posts or wants) and not (told.later or self.log.inside):
+            got: list[Tensor] | None = self.exchange_now(self, posts[0] if posts else None, wants[0] if wants else None)
+            if got is not None:
+                return got
         return super().exchange(posts, wants)
 
     def _by_post(
