@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 import threading
 import time
 import warnings
@@ -583,6 +584,91 @@ def one_by_one(lent: Any, parts: Any, own: Any) -> None:
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
 def test_who_receives_waits_for_each_part(pool4: Any, later: bool) -> None:
     assert pool4.run(slow_and_whole, later)[1] == [True] * 4
+
+
+def interrupted_at(door: int, call: Callable[[], Any]) -> bool:
+    """Whether an exception came, as Ctrl-C does: at the door of this number, of those where it comes in the runtime."""
+    left = door
+
+    def arrive(frame: Any, event: str, arg: Any) -> None:
+        nonlocal left
+        if event not in ("call", "c_return") or "/meshcomm/runtime/" not in frame.f_code.co_filename:
+            return
+        if getattr(arg, "__name__", "") in ("sched_yield", "monotonic") or frame.f_code.co_name in WAITS:
+            return
+        left -= 1
+        if left < 0:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(arrive)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+WAITS = {"look", "more", "listen", "sleep", "is_read", "wait", "_wait_for", "gone_among", "ring", "is_unread"}
+
+
+def at_each_door(length: int, sender: bool) -> int:
+    """One of the two is interrupted wherever that can be: what comes then is whole, at most once, or is told."""
+    mesh = pair()
+    if mesh is None:
+        return 0
+    want: Any = {"shape": (length,), "dtype": torch.float32, "mesh": mesh}
+    times, over, more = 0, False, 3  # at first it is not known
+    while not over:
+        if mesh.rank == 0:
+            x = torch.full((length,), float(times))
+            is_hit = interrupted_at(times, lambda x=x: mc.send(x, "a", 1, mesh=mesh)) if sender else False
+            if not sender:
+                mc.send(x, "a", 1, mesh=mesh)
+            more = 3 if is_hit else more - 1
+            over = sender and not more
+            mc.send(torch.full((length,), -2.0 if over else -1.0), "a", 1, mesh=mesh)
+            if not sender:
+                over = mc.recv("a", 1, shape=(), dtype=torch.bool, mesh=mesh).item()
+        else:
+            found: list[float] = []
+            is_hit = False
+            while not found or found[-1] >= 0:
+                try:
+                    if sender or is_hit or found:
+                        y = mc.recv("a", 0, **want)
+                    else:
+                        got: list[Tensor] = []
+                        is_hit = interrupted_at(times, lambda got=got: got.append(mc.recv("a", 0, **want)))
+                        if not got:
+                            continue
+                        y = got[0]
+                except mc.CommError as error:
+                    assert "was interrupted in the middle of a message" in str(error)
+                    continue
+                [value] = y.unique().tolist()
+                found.append(value)
+            assert found[:-1] in ([], [float(times)]), (times, found)
+            over = found[-1] == -2.0
+            if not sender:
+                more = 3 if is_hit else more - 1
+                over = not more
+                mc.send(torch.tensor(over), "a", 0, mesh=mesh)
+        times += 1
+        assert times < 1000
+    goes_on(mesh)
+    assert not [reader for _, reader in lending.room.wanted() if "message" in reader.told_of(0)]
+    free = [segment.is_free() for segment in [*lending.room._segments, *lending.room._small]]
+    assert free.count(False) <= 1  # what the last collective lent, which the other one reads
+    return times
+
+
+@pytest.mark.parametrize("sender", [True, False], ids=["the sender", "the receiver"])
+@pytest.mark.parametrize("length", [16, 5000, _PART])
+def test_who_is_interrupted_anywhere(pool4: Any, length: int, sender: bool) -> None:
+    assert max(pool4.run(at_each_door, length, sender)) > 10
 
 
 def dies_in_the_middle(folder: str) -> None:
