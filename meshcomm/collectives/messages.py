@@ -33,6 +33,7 @@ Tree = TypeVar("Tree")
 
 SEND = Op("send", "V -> one rank")
 RECV = Op("recv", "one rank -> V", others=True)
+_CPU = torch.device("cpu")
 EXCHANGE = Op("exchange", "V -> V", others=True)
 
 
@@ -273,10 +274,8 @@ def _checked_post(where: str, entry: object, axis: Axis) -> Post:
     if tag != 0 or type(tag) is not int:
         checked_tag(where, tag, axis)
     check.no_gradient(where, x, axis, "use permute or shift")
-    if not axis.mesh.in_process:
-        home = axis.mesh.device  # where it is received: all ranks move it the same way
-        if x.requires_grad or x.device != home:
-            x = x.detach().to(home)
+    if not axis.mesh.in_process and (x.requires_grad or not (axis.is_on_cpu and x.is_cpu)):
+        x = x.detach().to(_home(axis))  # where it is received: all ranks move it the same way
     return x, dst, int(tag)
 
 
@@ -286,18 +285,33 @@ def _checked_want(where: str, entry: object, axis: Axis) -> Want:
     src, shape, dtype, tag = entry if len(entry) == 4 else (*entry, 0)
     if type(src) is not int or not 0 <= src < axis.size:
         src = check.checked_index(where, src, axis, "src")
-    if type(shape) is not Size:
+    if type(shape) is Size:
+        shape = tuple(shape)
+    elif type(shape) is not tuple or _odd_lengths(shape):
         if not check.are_lengths(shape):
             check.explain(where, f"shape={shape!r} is not a shape.", axis, fix="a tuple of non-negative ints")
-        shape = map(int, shape)
-    shape = tuple(shape)
+        shape = tuple(map(int, shape))
     if not isinstance(dtype, torch.dtype):
         check.explain(where, f"dtype={dtype!r} is not a torch dtype.", axis, fix="such as torch.float32")
     if max(prod(shape) * dtype.itemsize, *shape, 0) >= 2**63:
         check.explain(where, f"shape={shape} is too large.", axis, fix="lengths of fewer than 2**63 bytes in all")
     if tag != 0 or type(tag) is not int:
         checked_tag(where, tag, axis)
-    return src, shape, dtype, int(tag), axis.mesh.device
+    return src, shape, dtype, int(tag), _CPU if axis.is_on_cpu else _home(axis)
+
+
+def _odd_lengths(shape: tuple[object, ...]) -> bool:
+    for length in shape:
+        if type(length) is not int or length < 0:
+            return True
+    return False
+
+
+def _home(axis: Axis) -> torch.device:
+    """Where messages over this axis lie."""
+    home = axis.mesh.device
+    axis.is_on_cpu = home.type == "cpu" and not axis.mesh.in_process
+    return home
 
 
 def checked_tag(where: str, tag: object, axis: Axis, device: torch.device | None = None) -> None:

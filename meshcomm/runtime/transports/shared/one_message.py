@@ -68,7 +68,7 @@ _copy = ctypes.memmove
 class _Known:
     """A message like one before: all of it but its number and the tensor."""
 
-    __slots__ = ("dtype", "key", "like", "nbytes", "parts", "places", "route", "says", "shape")
+    __slots__ = ("dtype", "head", "key", "like", "nbytes", "parts", "places", "route", "says", "shape")
 
     def __init__(self, link: Any, other: int, tag: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         self.dtype, self.shape = dtype, shape
@@ -78,6 +78,8 @@ class _Known:
         said = array("q", says(link.name, tag, dtype, shape, self.route)[1:])
         self.says: Any = memoryview(said + array("q", [0] * 6))
         """The letter from its second cell on, if nothing is lent."""
+        self.head = self.says[: PLACE - 1]
+        """That of any letter that fits."""
         self.parts = max(1, _PART // dtype.itemsize) if self.nbytes > _PART else 0
         """Elements of a part; 0 if all goes as one."""
         with _torch.outside_transforms():
@@ -92,7 +94,7 @@ class _Known:
 
     def letter(self, lent: Segment) -> tuple[Any, Sequence[Tensor]]:
         """The letter where this is lent, and the parts that are written there."""
-        said = array("q", (*self.says[: PLACE - 1], *lent.where))
+        said = array("q", (*self.head, *lent.where))
         found = said, self.cut(lent)
         self._keep(lent, lent.kept, found)
         return found
@@ -165,7 +167,9 @@ def exchange_now_in(log: Log, posts: Posts) -> Callable[[Any, Post | None, Want 
                 return None
             key = src, route, dtype, shape
             receives = came.get(key) or _learned(came, key, link, *key)
-            if receives is None or receives.key in letters.asked or receives.key in letters.came:
+            if receives is None or (letters.asked and receives.key in letters.asked):
+                return None
+            if letters.came and receives.key in letters.came:
                 return None
         if queued:
             begin_all()
@@ -314,7 +318,7 @@ def _taken(link: Any, letters: Letters, what: _Known, src: int, out: Tensor) -> 
     with letters.receiving:
         if following[src] != number or what.key in letters.came or what.key in letters.asked or letters.is_closed:
             return False
-        if cells[at + 1 : at + PLACE] != what.says[: PLACE - 1]:
+        if cells[at + 1 : at + PLACE] != what.head:
             return False
         if cells[at + SERIAL_AT]:
             try:
