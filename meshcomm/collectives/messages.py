@@ -301,7 +301,7 @@ def _checked_want(where: str, entry: object, axis: Axis) -> Want:
 
 
 def _odd_lengths(shape: tuple[object, ...]) -> bool:
-    for length in shape:
+    for length in shape:  # noqa: SIM110  # a generator takes as long again
         if type(length) is not int or length < 0:
             return True
     return False
@@ -309,7 +309,7 @@ def _odd_lengths(shape: tuple[object, ...]) -> bool:
 
 def _home(axis: Axis) -> torch.device:
     """Where messages over this axis lie."""
-    home = axis.mesh.device
+    home: torch.device = axis.mesh.device
     axis.is_on_cpu = home.type == "cpu" and not axis.mesh.in_process
     return home
 

@@ -244,6 +244,11 @@ class Letters:
             fits = self._fits(parcel, letter, src)
             with parcel.as_asked():
                 packed = _room_for(parcel, fits, letter[_NBYTES])
+                if written > 0 and fits and not (follows or parcel.dropped):
+                    if segment is not None:
+                        packed.copy_(segment.part(packed.nbytes, packed.dtype))
+                    else:
+                        packed.view(torch.uint8).copy_(torch.frombuffer(letter[-1], dtype=torch.uint8))
             if follows and link is not None:
                 parcel.rest = Messages(link, [link.base.recv([packed], src, follows)], None, packed)
                 if parcel.dropped:
@@ -257,24 +262,18 @@ class Letters:
         except RuntimeError as error:  # no memory, or gloo's
             if segment is not None:
                 segment.returned(self.mail.index)
+            elif not follows:
+                self._say_taken(src, letter[_NUMBER])
             parcel.error = error if link is None else link._error(parcel.where, error)
         else:
             if written < 0:
                 parcel.error = parcel.error or envelopes.broken_off(parcel.where, src, parcel.index)
-            elif fits and not parcel.dropped and packed.numel() and not follows:
-                with parcel.as_asked():
-                    if segment is not None:
-                        packed.copy_(segment.part(packed.nbytes, packed.dtype))
-                    else:
-                        packed.view(torch.uint8).copy_(torch.frombuffer(letter[-1], dtype=torch.uint8))
-            index, number = self.mail.index, letter[_NUMBER]
             if segment is not None:
-                flags = segment.flags
+                flags, index = segment.flags, self.mail.index
                 flags[index] = 0  # no call from here to the next line: it is read again, or given back
                 parcel.is_here = True
-            elif not follows and (ring := self.rings[src]) is not None:
-                ring[RING * index + HEAD + number % MOST * SLOT + TAKEN] = number  # the same
-                parcel.is_here = True
+            elif not follows:
+                self._say_taken(src, letter[_NUMBER])
         parcel.is_here = True
         self.mail.ring_at(src)
         return True
@@ -287,6 +286,9 @@ class Letters:
         found = _envelope(letter)
         parcel.error = envelopes.misfit(parcel.where, found, src, parcel.index, parcel.name, dtype, shape)
         return False
+
+    def _say_taken(self, src: int, number: int) -> None:
+        self.rings[src][RING * self.mail.index + HEAD + number % MOST * SLOT + TAKEN] = number
 
     def _say_unread(self, src: int, number: int) -> None:
         self.rings[src][RING * self.mail.index + _UNREAD + number % MOST] = number
@@ -375,8 +377,9 @@ class Letters:
             self.mail.own.say_letters(memory.fd, memory.serial, memory.size)
         number = self.numbers[dst] + 1
         letter[_NUMBER] = number
-        if dst not in self.left and self._has_place(dst, number):
-            cells, at = self.own, self._place_of(dst, number)
+        cells = self.own
+        if dst not in self.left and number - cells[RING * dst] <= MOST:
+            at = RING * dst + HEAD + number % MOST * SLOT
             cells[at + 1 : at + CELLS] = letter[1:]
             cells[at] = number  # now it is there; no call from here to the next line
             self.numbers[dst] = number
@@ -386,18 +389,13 @@ class Letters:
         self.numbers[dst] = number
         self.see_to_it()
 
-    def _has_place(self, dst: int, number: int) -> bool:
-        return bool(number - self.own[RING * dst] <= MOST)
-
-    def _place_of(self, dst: int, number: int) -> int:
-        return RING * dst + HEAD + number % MOST * SLOT
-
     def _write_left(self) -> None:
         for dst, letters in list(self.left.items()):
-            while letters and self._has_place(dst, letters[0][_NUMBER]):
-                cells, at = self.own, self._place_of(dst, letters[0][_NUMBER])
+            cells = self.own
+            while letters and (number := letters[0][_NUMBER]) - cells[RING * dst] <= MOST:
+                at = RING * dst + HEAD + number % MOST * SLOT
                 cells[at + 1 : at + CELLS] = letters[0][1:]
-                cells[at] = letters[0][_NUMBER]
+                cells[at] = number
                 letters.popleft()
             self.mail.ring_at(dst)
             if not letters:

@@ -133,7 +133,8 @@ class Letterbox(Carrier):
     def _letters(self) -> Letters:
         if queued:
             begin_all()
-        return letters_of(self._link.mail)
+        mail: Mail = self._link.mail
+        return mail.letters or letters_of(mail)  # type: ignore[return-value]
 
 
 class Sending:
