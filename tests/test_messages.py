@@ -485,6 +485,26 @@ def both_ways_at_once() -> None:
         assert mc.exchange(sent, want, "a", mesh=mesh)[0].tolist() == [other + value] * 3
 
 
+def compiled() -> None:
+    """Graphs end before a message and begin after it."""
+    mesh = pair()
+    if mesh is None:
+        return
+
+    def step(x: Tensor) -> Tensor:
+        y = 2 * x
+        if mesh.rank == 0:
+            mc.send(y, "a", 1, mesh=mesh)
+            return y
+        return mc.recv("a", 0, shape=(16,), dtype=torch.float32, mesh=mesh) + 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what dynamo does not trace
+        fn = torch.compile(step, backend="eager")
+        for i in range(4):
+            assert fn(torch.full((16,), float(i))).tolist() == [2.0 * i + mesh.rank] * 16
+
+
 def untaken() -> None:
     """Whose time is up has sent what it has sent: it is taken later, and nothing is written over it meanwhile."""
     mesh = pair()
@@ -511,6 +531,11 @@ def untaken() -> None:
 def test_at_once_and_not(pool4: Any, program: Callable[[], None]) -> None:
     pool4.run(program)
     pool4.run(there_and_back, "a vector", "lent")
+
+
+@pytest.mark.thorough
+def test_between_graphs(pool4: Any) -> None:
+    pool4.run(compiled)
 
 
 def broken_off(later: bool) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from meshcomm import _torch
 from meshcomm.errors import CommError
 from meshcomm.runtime.call import Post, Want, for_later, told
 from meshcomm.runtime.health.lateness import Late
@@ -320,6 +321,7 @@ class OneHostLink(ProcessLink):
 
     # ------------------------------------------------------------------------------------------- messages
 
+    @_torch.out_of_graphs
     def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
         """As in the base; one message to and from others that is waited for at once has a way of its own."""
         if len(posts) < 2 and len(wants) < 2 and (posts or wants) and not (told.later or self.log.inside):
