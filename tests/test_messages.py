@@ -505,6 +505,30 @@ def compiled() -> None:
             assert fn(torch.full((16,), float(i))).tolist() == [2.0 * i + mesh.rank] * 16
 
 
+def escaped() -> None:
+    """From a transform that is over, as any tensor."""
+    mesh = pair()
+    if mesh is None:
+        return
+    kept: list[Tensor] = []
+
+    def twice(x: Tensor) -> Tensor:
+        kept.append(2 * x)
+        return x.sum()
+
+    for length in (4, 5000, _PART):
+        kept.clear()
+        torch.func.grad(twice)(torch.ones(length))
+        torch.func.jvp(twice, (torch.ones(length),), (torch.ones(length),))
+        for _ in range(3):
+            for x in kept:
+                if mesh.rank == 0:
+                    with torch.no_grad():
+                        mc.send(x, "a", 1, mesh=mesh)
+                else:
+                    assert mc.recv("a", 0, shape=(length,), dtype=torch.float32, mesh=mesh).unique().tolist() == [2.0]
+
+
 def untaken() -> None:
     """Whose time is up has sent what it has sent: it is taken later, and nothing is written over it meanwhile."""
     mesh = pair()
@@ -527,7 +551,9 @@ def untaken() -> None:
     assert mc.recv("a", 0, **want, tag=7).tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("program", [between_others, facing, both_ways_at_once, untaken], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    "program", [between_others, facing, both_ways_at_once, escaped, untaken], ids=lambda fn: fn.__name__
+)
 def test_at_once_and_not(pool4: Any, program: Callable[[], None]) -> None:
     pool4.run(program)
     pool4.run(there_and_back, "a vector", "lent")

@@ -167,9 +167,12 @@ class Letters:
 
     # ------------------------------------------------------------------------------------------------- receiving
 
-    def ask(self, link: Any, where: str, want: Want, route: int, *, ahead: bool = False) -> Parcel:
-        """For the next message over this route; ``ahead``: make room for it now."""
+    def ask(
+        self, link: Any, where: str, want: Want, route: int, *, ahead: bool = False, room: Tensor | None = None
+    ) -> Parcel:
+        """For the next message over this route; ``ahead``: make room for it now; ``room``: that there is already."""
         parcel, key = Parcel(link, where, want), (want[0], route)
+        parcel.out = room  # before anybody else sees it
         if ahead and want[2] in dtypes.PLAIN:
             parcel.out = reserve.empty(want[1], torch.empty(0, dtype=want[2], device="cpu"))
         with self.receiving:

@@ -186,8 +186,7 @@ def exchange_now_in(log: Log, posts: Posts) -> Callable[[Any, Post | None, Want 
             if receives is not None:
                 found = [receives.room()]
                 if not _taken(link, letters, receives, src, found[0]):
-                    parcel = letters.ask(link, "exchange", want, receives.route)
-                    parcel.out = found[0]
+                    parcel = letters.ask(link, "exchange", want, receives.route, room=found[0])
             if parcel is not None or (sent is not None and not _read_soon(letters, sent)):
                 waited = [] if parcel is None else [parcel], [] if sent is None else [sent]
                 came_late = posts(link, "exchange", letters, *waited).wait(None, awake=0.0)
@@ -210,20 +209,28 @@ def _put(link: Any, letters: Letters, what: _Known, post: Any) -> Sent:
     x, dst, tag = post
     if not x.is_contiguous() or x.is_neg() or x.is_conj():
         x = dtypes.plain(x)
-    sent = (_put_inside if what.nbytes <= INSIDE else _put_lent)(link, letters, what, x, dst)
+    try:
+        address = x.data_ptr()
+    except RuntimeError:  # it has escaped from a transform
+        x = x.detach()
+        address = x.data_ptr()
+    if what.nbytes <= INSIDE:
+        sent = _put_inside(link, letters, what, address, dst)
+    else:
+        sent = _put_lent(link, letters, what, x, dst)
     return letters.send(link, (x, dst, tag), what.route) if sent is None else sent
 
 
-def _put_inside(link: Any, letters: Letters, what: _Known, x: Tensor, dst: int) -> Sent | None:
-    """Write a letter that ``x`` stands in; None if there is no place."""
-    cells, mail, nbytes, address = letters.own, link.mail, what.nbytes, x.data_ptr()
+def _put_inside(link: Any, letters: Letters, what: _Known, address: int, dst: int) -> Sent | None:
+    """Write a letter in which stands what lies at this address; None if there is no place."""
+    cells, mail, nbytes = letters.own, link.mail, what.nbytes
     with letters.sending:
         number = letters.numbers[dst] + 1
         place = number % MOST
         at, held = RING * dst + HEAD + place * SLOT, letters.inside[dst]
-        if held[place] and cells[at + TAKEN] != held[place]:
+        if letters.is_closed or (held[place] and cells[at + TAKEN] != held[place]):
             return None
-        if number - cells[RING * dst] > MOST or dst in letters.left or letters.is_closed:
+        if number - cells[RING * dst] > MOST or dst in letters.left:
             return None
         if nbytes:
             _copy(letters.own_address + 8 * (at + DATA), address, nbytes)
@@ -254,7 +261,7 @@ def _put_lent(link: Any, letters: Letters, what: _Known, x: Tensor, dst: int) ->
         letter, parts = what.places.get(lent) or what.letter(lent)
         with letters.sending:
             number = letters.numbers[dst] + 1
-            if number - cells[RING * dst] <= MOST and dst not in letters.left and not letters.is_closed:
+            if not letters.is_closed and number - cells[RING * dst] <= MOST and dst not in letters.left:
                 at = RING * dst + HEAD + number % MOST * SLOT
                 cells[at + 1 : at + CELLS] = letter
                 cells[at] = number  # now it is there; no call from here to the line after the next
@@ -293,7 +300,7 @@ def _read_soon(letters: Letters, sent: Sent) -> bool:
     lent, at, number, end = sent.lent, sent.at, sent.number, 0.0
     cells, wanted = (letters.own, number) if lent is None else (lent.flags, 0)
     at = sent.to if lent is not None else at
-    while cells[at] != wanted:
+    while cells is not None and cells[at] != wanted:
         now = monotonic()
         if not end:
             end = now + AWAKE
@@ -308,11 +315,13 @@ def _taken(link: Any, letters: Letters, what: _Known, src: int, out: Tensor) -> 
     """Whether the message came, as the next one of its sender, and is here."""
     mail, index, cells = link.mail, link.mail.index, letters.rings[src]
     base, following, end = RING * index, letters.next, 0.0
+    if cells is None:  # closed
+        return False
     while cells[(at := base + HEAD + (number := following[src]) % MOST * SLOT)] != number:
         now = monotonic()
         if not end:
             end = now + AWAKE
-        elif now > end:
+        elif now > end or (letters.came and what.key in letters.came):  # another thread has looked
             return False
         os.sched_yield()
     with letters.receiving:
