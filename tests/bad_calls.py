@@ -102,6 +102,20 @@ def in_jvp(call: Callable[[Tensor], object]) -> object:
     return torch.func.jvp(lambda x: (call(x), x)[1], (torch.ones(4),), (torch.ones(4),))
 
 
+def in_outer_jvp(call: Callable[[Tensor], object]) -> object:
+    """The tangent is of an outer level, which the inner ones hide."""
+    one = torch.ones(4)
+
+    def outer(w: Tensor) -> Tensor:
+        def inner(v: Tensor) -> Tensor:
+            call(w)
+            return (v * w).sum()
+
+        return torch.func.grad(inner)(one)
+
+    return torch.func.jvp(outer, (one,), (one,))
+
+
 def in_dual_level(call: Callable[[Tensor], object]) -> object:
     with forward_ad.dual_level():
         return call(forward_ad.make_dual(torch.ones(4), torch.ones(4)))
@@ -371,12 +385,14 @@ bad("reduce", "dst beyond the axis", lambda h: mc.reduce(x(2), ("a", "b"), dst=4
 bad("reduce", "needs a gradient", lambda h: mc.reduce(needs_gradient(), "a"), r"x requires grad, and this function has no backward[\s\S]*fix: use all_reduce; or pass x.detach")
 bad("reduce", "of a batch", lambda h: in_vmap(lambda x: mc.reduce(x, "a")), r"x is batched by torch.func.vmap, and this function has no rule for that")
 bad("reduce", "has a tangent", lambda h: in_jvp(lambda x: mc.reduce(x, "a")), r"x has a tangent, and this function has no forward mode")
+bad("reduce", "has a tangent of an outer level", lambda h: in_outer_jvp(lambda x: mc.reduce(x, "a")), r"x has a tangent, and this function has no forward mode")
 bad("reduce", "has a tangent in a dual level", lambda h: in_dual_level(lambda x: mc.reduce(x, "a")), r"x has a tangent, and this function has no forward mode[\s\S]*; or pass x.detach")
 bad("reduce", "the product of bool", lambda h: mc.reduce(x(2).bool(), "a", op="product"), r"op 'product' is not defined for torch.bool")
 bad("gather", "dst of text", lambda h: mc.gather(x(2), "a", dst="0"), r"dst='0' is not an index")
 bad("gather", "needs a gradient", lambda h: mc.gather(needs_gradient(), "a"), r"x requires grad[\s\S]*fix: use all_gather; or")
 bad("gather", "of a batch", lambda h: in_vmap(lambda x: mc.gather(x, "a")), r"x is batched by torch.func.vmap, and this function has no rule for that")
 bad("gather", "has a tangent", lambda h: in_jvp(lambda x: mc.gather(x, "a")), r"x has a tangent, and this function has no forward mode")
+bad("gather", "has a tangent of an outer level", lambda h: in_outer_jvp(lambda x: mc.gather(x, "a")), r"x has a tangent, and this function has no forward mode")
 bad("gather", "has a tangent in a dual level", lambda h: in_dual_level(lambda x: mc.gather(x, "a")), r"x has a tangent, and this function has no forward mode[\s\S]*; or pass x.detach")
 bad("scatter", "src beyond the axis", lambda h: mc.scatter(None, "a", src=2), r"src=2 is not an index")
 bad("scatter", "later without like", lambda h: mc.scatter(None, "a", async_op=True), r"async_op=True without like=[\s\S]*fix: pass like= on all ranks")
@@ -390,6 +406,7 @@ bad("send", "dst beyond the axis", lambda h: mc.send(x(2), "a", 2), r"dst=2 is n
 bad("send", "needs a gradient", lambda h: mc.send(needs_gradient(), "a", h.other), r"x requires grad[\s\S]*fix: use permute or shift; or")
 bad("send", "of a batch", lambda h: in_vmap(lambda x: mc.send(x, "a", h.other)), r"x is batched by torch.func.vmap, and this function has no rule for that")
 bad("send", "has a tangent", lambda h: in_jvp(lambda x: mc.send(x, "a", h.other)), r"x has a tangent, and this function has no forward mode")
+bad("send", "has a tangent of an outer level", lambda h: in_outer_jvp(lambda x: mc.send(x, "a", h.other)), r"x has a tangent, and this function has no forward mode")
 bad("send", "has a tangent in a dual level", lambda h: in_dual_level(lambda x: mc.send(x, "a", h.other)), r"x has a tangent, and this function has no forward mode[\s\S]*; or pass x.detach")
 bad("send", "a negative tag", lambda h: mc.send(x(2), "a", h.other, tag=-1), r"tag=-1 is not a tag[\s\S]*2\*\*30 - 1")
 bad("send", "a tag too large", lambda h: mc.send(x(2), "a", h.other, tag=2**30), r"tag=1073741824 is not a tag")
@@ -413,6 +430,7 @@ bad("exchange", "another shape from oneself", lambda h: mc.exchange([(x(3), h.a)
 bad("exchange", "needs a gradient", lambda h: mc.exchange([(needs_gradient(), h.other)], [], "a"), r"x requires grad[\s\S]*permute or")
 bad("exchange", "of a batch", lambda h: in_vmap(lambda x: mc.exchange([(x, h.other)], [], "a")), r"x is batched by torch.func.vmap, and this function has no rule for that")
 bad("exchange", "has a tangent", lambda h: in_jvp(lambda x: mc.exchange([(x, h.other)], [], "a")), r"x has a tangent, and this function has no forward mode")
+bad("exchange", "has a tangent of an outer level", lambda h: in_outer_jvp(lambda x: mc.exchange([(x, h.other)], [], "a")), r"x has a tangent, and this function has no forward mode")
 bad("exchange", "has a tangent in a dual level", lambda h: in_dual_level(lambda x: mc.exchange([(x, h.other)], [], "a")), r"x has a tangent, and this function has no forward mode[\s\S]*; or pass x.detach")
 bad("barrier", "a time-out of 0", lambda h: mc.barrier("a", 0), r"timeout must be a positive number of seconds")
 bad("barrier", "a time-out of NaN", lambda h: mc.barrier("a", nan), r"timeout must be a positive[\s\S]*got: nan")

@@ -10,6 +10,7 @@ import inspect
 import math
 import warnings
 import weakref
+from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import timedelta
 from itertools import product
@@ -799,6 +800,52 @@ def test_name_has_tangent() -> None:
         return x
 
     torch.func.jvp(body, (x,), (x,))
+
+
+INNER: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
+    "grad": lambda body: torch.func.grad(lambda v: body(v).sum())(torch.ones(2)),
+    "jvp": lambda body: jvp(body, (torch.ones(2),), (torch.ones(2),)),
+    "vmap": lambda body: torch.func.vmap(body)(torch.ones(3, 2)),
+    "vjp of a vmap": lambda body: torch.func.vjp(torch.func.vmap(body), torch.ones(3, 2)),
+    "a vmap in a grad": lambda body: torch.func.grad(lambda u: torch.func.vmap(body)(torch.stack([u, u])).sum())(
+        torch.ones(2)
+    ),
+}
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_tangents_of_an_outer_level_are_heard_of(inner: str) -> None:
+    asked = []
+
+    def outer(w: Tensor) -> Tensor:
+        constant = torch.ones(2)
+
+        def body(v: Tensor) -> Tensor:
+            asked.extend(
+                [
+                    _torch.has_tangent(w),
+                    _torch.has_tangent(w * v),
+                    not _torch.has_tangent(constant),
+                    not _torch.has_tangent(w.detach()),
+                    not _torch.has_tangent(torch.ones(2, dtype=torch.int64)),
+                    inner == "jvp" or not _torch.has_tangent(v),
+                ]
+            )
+            return v * w
+
+        INNER[inner](body)
+        return w
+
+    jvp(outer, (torch.ones(2),), (torch.ones(2),))
+    assert asked
+    assert all(asked), asked
+    if inner == "jvp":  # torch refuses it in a dual level
+        return
+    asked.clear()
+    with forward_ad.dual_level():
+        outer(forward_ad.make_dual(torch.ones(2), torch.ones(2)))
+    assert asked
+    assert all(asked), asked
 
 
 def test_name_forward_mode_on() -> None:

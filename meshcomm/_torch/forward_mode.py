@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
 
+from meshcomm._torch.autograd import functorch_active
 from meshcomm._versions import find, has, lack
 from meshcomm.errors import fail
 
@@ -151,5 +152,41 @@ def primal_of(x: Tensor) -> Tensor:
 
 
 def has_tangent(x: Tensor) -> bool:
-    """Whether ``x``, which is not one of a batch, has one."""
-    return dual_level_open() and forward_ad.unpack_dual(x, level=0).tangent is not None
+    """Whether ``x`` has one, of this level or of any around it: the transforms of outer levels hide theirs from
+    :func:`torch.autograd.forward_ad.unpack_dual`, and call the ``jvp`` of a Function all the same.
+    """
+    if not functorch_active():
+        return dual_level_open() and forward_ad.unpack_dual(x, level=0).tangent is not None
+    if not (x.is_floating_point() or x.is_complex()):
+        return False
+    heard: list[bool] = []
+    _listen(x, heard.append)  # not the list, which torch would copy
+    return bool(heard)
+
+
+class _Listening(Function):
+    """Hears of tangents."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(x: Tensor, hear: Callable[[bool], None]) -> Tensor:
+        return x.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.hear = inputs[1]
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor | None, _: object) -> Tensor | None:
+        if t is None:
+            return None
+        ctx.hear(True)
+        return t.new_empty(0)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, hear: Callable[[bool], None]) -> tuple[Any, None]:
+        return _listen(x, hear), None
+
+
+_listen: Any = _Listening.apply
