@@ -54,6 +54,7 @@ class Axis(Answers):
         self.coordinate = self.own_coordinate = coordinate
         self.devices: tuple[torch.device, ...] = ()  # those that the link is known to move, but for the CPU:
         self.moves_cpu = False  # to ask for that takes a tenth of the time
+        self.is_on_cpu = False  # whether its processes are known to compute on the CPU
         self.sum_hook: Tensor | None = None  # what a gradient goes through behind a sum; see collectives/rule.py
         self.key = str(next(_keys))  # a graph takes a number that has changed for one that may be any
         _axes[self.key] = self

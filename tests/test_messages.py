@@ -5,11 +5,14 @@ on; for every way on which one rank hands something to another.
 from __future__ import annotations
 
 import gc
+import os
 import re
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +22,10 @@ from torch import Tensor
 import meshcomm as mc
 from meshcomm.runtime.process import lending
 from meshcomm.runtime.transports.envelopes import ROOM, SIZE, Envelope
-from meshcomm.runtime.transports.shared.letters import Letters
+from meshcomm.runtime.transports.shared import one_message
+from meshcomm.runtime.transports.shared.letters import INSIDE, MOST, Letters
 from meshcomm.runtime.transports.shared.mailbox import Mail
+from meshcomm.runtime.transports.shared.one_message import _PART, _write_parts
 from meshcomm.runtime.transports.shared.waiting import Wait
 
 Run = Callable[..., list[Any]]
@@ -380,6 +385,371 @@ def many_at_once() -> int:
 
 def test_many_messages_under_way_keep_few_descriptors() -> None:
     assert mc.launch(many_at_once, 2, runtime="processes")[0] <= 4
+
+
+# --------------------------------------------------------------------------------------- one that is waited for at once
+
+NOW = {
+    "a number": torch.tensor(3.5),
+    "nothing": torch.ones(0, 3),
+    "as much as a letter holds": torch.arange(INSIDE // 8),
+    "one more": torch.arange(INSIDE // 8 + 1),
+    "every other": torch.arange(40.0)[::2],
+    "turned": torch.complex(torch.arange(9.0), torch.arange(9.0)).conj().imag,
+    "expanded": torch.ones(1).expand(7, 5),
+    "a parameter": torch.nn.Parameter(torch.arange(5.0)),
+    "bool": torch.arange(9) % 2 == 0,
+    "conjugate": torch.complex(torch.arange(9.0), torch.arange(9.0)).conj(),
+    "short": torch.arange(900, dtype=torch.int16),
+    "half": torch.arange(60, dtype=torch.bfloat16).view(3, 4, 5),
+    "a letter is too small for its shape": torch.ones([1] * 20),
+    "parts": torch.arange(3 * _PART // 8 + 5),
+    "parts, not dense": torch.arange(2.0 * _PART).view(2, -1).T,
+}
+
+
+def now_and_again(name: str, how: str) -> None:
+    """More than a ring has place for, each another one; all that was lent is given back."""
+    mesh = pair()
+    if mesh is None:
+        return
+    x, times = NOW[name].detach(), 20 if NOW[name].numel() > 2000 else 2 * MOST + 3
+    with torch.inference_mode(how == "inference mode"):
+        for i in range(times):
+            if mesh.rank == 0:
+                with torch.no_grad():
+                    more = x ^ bool(i % 2) if x.dtype == torch.bool else x + i
+                    mc.send(NOW[name] if i == 0 else more, "a", 1, i % 2, mesh=mesh)
+                continue
+            y = mc.recv("a", 0, shape=x.shape, dtype=x.dtype, tag=i % 2, mesh=mesh)
+            assert torch.equal(y, x ^ bool(i % 2) if x.dtype == torch.bool else x + i)
+            assert y.dtype == x.dtype
+            assert y.is_contiguous()
+            assert y.is_inference() == (how == "inference mode")
+    goes_on(mesh)
+    assert not [reader for _, reader in lending.room.wanted() if "message" in reader.told_of(0)]
+
+
+@pytest.mark.parametrize("how", ["plain", "inference mode"])
+@pytest.mark.parametrize("name", NOW)
+def test_one_that_is_waited_for_at_once(pool4: Any, name: str, how: str) -> None:
+    pool4.run(now_and_again, name, how)
+    pool4.run(now_and_again, name, "plain")
+
+
+def between_others() -> None:
+    """One that is waited for at once comes in its turn among those that are not, over its route alone."""
+    mesh = pair()
+    if mesh is None:
+        return
+    want: Any = {"shape": (3,), "dtype": torch.float32, "mesh": mesh}
+    if mesh.rank == 0:
+        works = [mc.send(torch.full((3,), float(i)), "a", 1, i % 2, mesh=mesh, async_op=True) for i in range(4)]
+        mc.send(torch.full((3,), 4.0), "a", 1, mesh=mesh)
+        mc.send(torch.full((3,), 5.0), "a", 1, 1, mesh=mesh)
+        mc.wait(works)
+        return
+    first = mc.recv("a", 0, **want, async_op=True)
+    assert [mc.recv("a", 0, **want)[0].item() for _ in range(2)] == [2.0, 4.0]
+    assert first.wait()[0].item() == 0.0
+    assert [mc.recv("a", 0, **want, tag=1)[0].item() for _ in range(3)] == [1.0, 3.0, 5.0]
+
+
+def facing() -> None:
+    """Both send and then receive: each takes what has come while it waits, if it has asked for that."""
+    mesh = pair()
+    if mesh is None:
+        return
+    for length in (4, 5000, _PART):
+        x, want = torch.full((length,), float(mesh.rank)), (length,)
+        got = mc.recv("a", 1 - mesh.rank, shape=want, dtype=x.dtype, mesh=mesh, async_op=True)
+        mc.send(x, "a", 1 - mesh.rank, mesh=mesh)
+        assert got.wait().unique().tolist() == [1.0 - mesh.rank]
+
+
+def both_ways_at_once() -> None:
+    """What one sends and receives in one call, of any size; or of different sizes."""
+    mesh = pair()
+    if mesh is None:
+        return
+    me, other = mesh.rank, 1 - mesh.rank
+    for lengths in ((4, 4), (5000, 5000), (_PART, _PART), (4, 5000), (2 * _PART, 0)):
+        for turn in range(5):
+            x, want = torch.full((lengths[me],), me + 0.5 * turn), (other, (lengths[other],), torch.float32, turn % 2)
+            [y] = mc.exchange([(x, other, turn % 2)], [want], "a", mesh=mesh)
+            assert torch.equal(y, torch.full((lengths[other],), other + 0.5 * turn))
+    for value in range(4):  # one of them is late
+        mc.barrier("a", mesh=mesh)
+        time.sleep(0.02 * ((value + me) % 2))
+        sent, want = [(torch.full((3,), me + value), other)], [(other, (3,), torch.int64)]
+        assert mc.exchange(sent, want, "a", mesh=mesh)[0].tolist() == [other + value] * 3
+
+
+def compiled() -> None:
+    """Graphs end before a message and begin after it."""
+    mesh = pair()
+    if mesh is None:
+        return
+
+    def step(x: Tensor) -> Tensor:
+        y = 2 * x
+        if mesh.rank == 0:
+            mc.send(y, "a", 1, mesh=mesh)
+            return y
+        return mc.recv("a", 0, shape=(16,), dtype=torch.float32, mesh=mesh) + 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what dynamo does not trace
+        fn = torch.compile(step, backend="eager")
+        for i in range(4):
+            assert fn(torch.full((16,), float(i))).tolist() == [2.0 * i + mesh.rank] * 16
+
+
+def escaped() -> None:
+    """From a transform that is over, as any tensor."""
+    mesh = pair()
+    if mesh is None:
+        return
+    kept: list[Tensor] = []
+
+    def twice(x: Tensor) -> Tensor:
+        kept.append(2 * x)
+        return x.sum()
+
+    for length in (4, 5000, _PART):
+        kept.clear()
+        torch.func.grad(twice)(torch.ones(length))
+        torch.func.jvp(twice, (torch.ones(length),), (torch.ones(length),))
+        for _ in range(3):
+            for x in kept:
+                if mesh.rank == 0:
+                    with torch.no_grad():
+                        mc.send(x, "a", 1, mesh=mesh)
+                else:
+                    assert mc.recv("a", 0, shape=(length,), dtype=torch.float32, mesh=mesh).unique().tolist() == [2.0]
+
+
+def untaken() -> None:
+    """Whose time is up has sent what it has sent: it is taken later, and nothing is written over it meanwhile."""
+    mesh = pair()
+    if mesh is None:
+        return
+    want: Any = {"shape": (2,), "dtype": torch.float32, "mesh": mesh}
+    mail: Any = mesh.axis("a").link.mail
+    if mesh.rank == 0:
+        mc.send(torch.zeros(2), "a", 1, mesh=mesh)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mail, "timeout", 0.3)
+            told(lambda: mc.send(torch.ones(2), "a", 1, 7, mesh=mesh))
+        for i in range(2 * MOST):
+            mc.send(torch.full((2,), float(i)), "a", 1, mesh=mesh)
+        mail.failed = False
+        return
+    mc.recv("a", 0, **want)
+    for i in range(2 * MOST):
+        assert mc.recv("a", 0, **want)[1].item() == i
+    assert mc.recv("a", 0, **want, tag=7).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "program", [between_others, facing, both_ways_at_once, escaped, untaken], ids=lambda fn: fn.__name__
+)
+def test_at_once_and_not(pool4: Any, program: Callable[[], None]) -> None:
+    pool4.run(program)
+    pool4.run(there_and_back, "a vector", "lent")
+
+
+@pytest.mark.thorough
+def test_between_graphs(pool4: Any) -> None:
+    pool4.run(compiled)
+
+
+def broken_off(later: bool) -> list[str]:
+    """Who sends is interrupted in the middle: who receives is told, and gets the next one."""
+    mesh = pair()
+    if mesh is None:
+        return []
+    length = _PART // 2  # of 8 bytes: four parts
+    want: Any = {"shape": (length,), "dtype": torch.float64, "mesh": mesh}
+    for value in (1.0, 2.0):  # now it goes at once
+        if mesh.rank == 0:
+            mc.send(torch.full((length,), value, dtype=torch.float64), "a", 1, mesh=mesh)
+        else:
+            assert mc.recv("a", 0, **want).unique().tolist() == [value]
+    mc.barrier("a", mesh=mesh)
+    found = []
+    if mesh.rank == 0:
+        x = torch.full((length,), 3.0, dtype=torch.float64)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(one_message, "_write_parts", half_of_it)
+            with pytest.raises(KeyboardInterrupt):
+                mc.send(x, "a", 1, mesh=mesh)
+        mc.send(x + 1, "a", 1, mesh=mesh)
+    elif later:
+        works = [mc.recv("a", 0, **want, async_op=True) for _ in range(2)]
+        found = [told(works[0].wait)]
+        assert works[1].wait().unique().tolist() == [4.0]
+    else:
+        found = [told(lambda: mc.recv("a", 0, **want))]
+        assert mc.recv("a", 0, **want).unique().tolist() == [4.0]
+    goes_on(mesh)
+    assert not [reader for _, reader in lending.room.wanted() if "message" in reader.told_of(0)]
+    return found
+
+
+def half_of_it(lent: Any, parts: Any, own: Any) -> None:
+    _write_parts(lent, parts[:2], own[:2])
+    time.sleep(0.05)
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
+def test_who_is_interrupted_while_it_writes(pool4: Any, later: bool) -> None:
+    [text] = pool4.run(broken_off, later)[1]
+    assert "the transport failed: index 0 was interrupted in the middle of a message" in text
+
+
+def slow_and_whole(later: bool) -> list[float]:
+    """Who receives waits for each part, and gives up nothing."""
+    mesh = pair()
+    if mesh is None:
+        return []
+    length, found = _PART, []
+    for _ in range(4):
+        if mesh.rank == 0:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(one_message, "_write_parts", one_by_one)
+                mc.send(torch.arange(float(length)), "a", 1, mesh=mesh)
+        else:
+            y: Any = mc.recv("a", 0, shape=(length,), dtype=torch.float32, mesh=mesh, async_op=later)  # type: ignore[call-overload]
+            found.append(bool(torch.equal(y.wait() if later else y, torch.arange(float(length)))))
+    return found
+
+
+def one_by_one(lent: Any, parts: Any, own: Any) -> None:
+    for number in range(1, len(parts) + 1):
+        time.sleep(0.02)
+        _write_parts(lent, parts[:number], own[:number])
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
+def test_who_receives_waits_for_each_part(pool4: Any, later: bool) -> None:
+    assert pool4.run(slow_and_whole, later)[1] == [True] * 4
+
+
+def interrupted_at(door: int, call: Callable[[], Any]) -> bool:
+    """Whether an exception came, as Ctrl-C does: at the door of this number, of those where it comes in the runtime."""
+    left = door
+
+    def arrive(frame: Any, event: str, arg: Any) -> None:
+        nonlocal left
+        if event not in ("call", "c_return") or "/meshcomm/runtime/" not in frame.f_code.co_filename:
+            return
+        if getattr(arg, "__name__", "") in ("sched_yield", "monotonic") or frame.f_code.co_name in WAITS:
+            return
+        left -= 1
+        if left < 0:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(arrive)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+WAITS = {"look", "more", "listen", "sleep", "is_read", "wait", "_wait_for", "gone_among", "ring", "is_unread"}
+
+
+def at_each_door(length: int, sender: bool) -> int:
+    """One of the two is interrupted wherever that can be: what comes then is whole, at most once, or is told."""
+    mesh = pair()
+    if mesh is None:
+        return 0
+    want: Any = {"shape": (length,), "dtype": torch.float32, "mesh": mesh}
+    times, over, more = 0, False, 3  # at first it is not known
+    while not over:
+        if mesh.rank == 0:
+            x = torch.full((length,), float(times))
+            is_hit = interrupted_at(times, lambda x=x: mc.send(x, "a", 1, mesh=mesh)) if sender else False
+            if not sender:
+                mc.send(x, "a", 1, mesh=mesh)
+            more = 3 if is_hit else more - 1
+            over = sender and not more
+            mc.send(torch.full((length,), -2.0 if over else -1.0), "a", 1, mesh=mesh)
+            if not sender:
+                over = mc.recv("a", 1, shape=(), dtype=torch.bool, mesh=mesh).item()
+        else:
+            found: list[float] = []
+            is_hit = False
+            while not found or found[-1] >= 0:
+                try:
+                    if sender or is_hit or found:
+                        y = mc.recv("a", 0, **want)
+                    else:
+                        got: list[Tensor] = []
+                        is_hit = interrupted_at(times, lambda got=got: got.append(mc.recv("a", 0, **want)))
+                        if not got:
+                            continue
+                        y = got[0]
+                except mc.CommError as error:
+                    if "was interrupted in the middle of a message" not in str(error):
+                        raise
+                    continue
+                [value] = y.unique().tolist()
+                found.append(value)
+            assert found[:-1] in ([], [float(times)]), (times, found)
+            over = found[-1] == -2.0
+            if not sender:
+                more = 3 if is_hit else more - 1
+                over = not more
+                mc.send(torch.tensor(over), "a", 0, mesh=mesh)
+        times += 1
+        assert times < 1000
+    goes_on(mesh)
+    assert not [reader for _, reader in lending.room.wanted() if "message" in reader.told_of(0)]
+    free = [segment.is_free() for segment in [*lending.room._segments, *lending.room._small]]
+    assert free.count(False) <= 1  # what the last collective lent, which the other one reads
+    return times
+
+
+@pytest.mark.parametrize("sender", [True, False], ids=["the sender", "the receiver"])
+@pytest.mark.parametrize("length", [16, 5000, _PART])
+def test_who_is_interrupted_anywhere(pool4: Any, length: int, sender: bool) -> None:
+    assert max(pool4.run(at_each_door, length, sender)) > 10
+
+
+def dies_in_the_middle(folder: str) -> None:
+    mesh = mc.make_mesh({"a": 2}, timeout=100.0)
+    want: Any = {"shape": (_PART,), "dtype": torch.float32, "mesh": mesh}
+    for number in range(3):
+        if mesh.rank == 1:
+            if number < 2:
+                mc.recv("a", 0, **want)
+                continue
+            begin, text = time.monotonic(), told(lambda: mc.recv("a", 0, **want))
+            with open(f"{folder}/told", "w") as file:
+                file.write(text if time.monotonic() - begin < 30 else "")
+            return
+        with pytest.MonkeyPatch.context() as patch:
+            if number == 2:
+                patch.setattr(one_message, "_write_parts", half_and_dead)
+            mc.send(torch.ones(_PART), "a", 1, mesh=mesh)
+
+
+def half_and_dead(lent: Any, parts: Any, own: Any) -> None:
+    _write_parts(lent, parts[:2], own[:2])
+    os._exit(7)
+
+
+def test_who_dies_while_it_writes(tmp_path: Path) -> None:
+    with pytest.raises(mc.CommError):
+        mc.launch(dies_in_the_middle, 2, args=(str(tmp_path),), runtime="processes")
+    assert "index 0 has ended" in (tmp_path / "told").read_text()
 
 
 # ------------------------------------------------------------------------------------------------- who waits for whom

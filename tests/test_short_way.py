@@ -76,9 +76,9 @@ def test_a_small_call_runs_few_functions(pool4: Any, name: str, most: int) -> No
         assert seen.total() <= most, seen
 
 
-def functions_of_a_message() -> Counter[str]:
+def functions_of_a_message(length: int) -> Counter[str]:
     mesh = mc.make_mesh({"pair": 2, "a": 2})
-    x, index = torch.ones(16), mesh.coordinate["a"]
+    x, index = torch.ones(length), mesh.coordinate["a"]
 
     def call() -> None:
         if index == 0:
@@ -89,9 +89,10 @@ def functions_of_a_message() -> Counter[str]:
     return min((counted(call) for _ in range(12)), key=lambda seen: seen.total())
 
 
-def test_a_small_message_runs_few_functions(pool4: Any) -> None:
-    for seen in pool4.run(functions_of_a_message):
-        assert seen.total() <= 44, seen
+@pytest.mark.parametrize(("length", "most"), [(16, 7), (5000, 14), (300_000, 17)])
+def test_a_message_runs_few_functions(pool4: Any, length: int, most: int) -> None:
+    for seen in pool4.run(functions_of_a_message, length):
+        assert seen.total() <= most, seen
 
 
 def functions_in_process(name: str) -> Counter[str]:

@@ -6,16 +6,17 @@ n = size of the axis.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from math import prod
 from typing import Any, TypeVar, overload
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 from typing_extensions import Unpack
 
 from meshcomm import _torch
+from meshcomm._torch import profiler_on
 from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.door import Either, Later, Now, aside, kept, made
@@ -24,6 +25,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.runtime.call import Post, Want
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
+from meshcomm.runtime.transports.protocol import Link
 from meshcomm.watch import here
 from meshcomm.work import Limit, Work, kind_of
 
@@ -31,6 +33,7 @@ Tree = TypeVar("Tree")
 
 SEND = Op("send", "V -> one rank")
 RECV = Op("recv", "one rank -> V", others=True)
+_CPU = torch.device("cpu")
 EXCHANGE = Op("exchange", "V -> V", others=True)
 
 
@@ -97,6 +100,8 @@ def send(
     ax = check.axis_of("send", axis, mesh)
     post = _checked_post("send", (x, dst, tag), ax)
     not_oneself("send", dst, ax)
+    if not async_op and _unheard(link := ax.link) and link.exchange_now(link, post, None) is not None:
+        return None
     posts = _kept_posts([post], async_op)
     return made(SEND, (), ax, kind_of(x), async_op, lambda link: then(link.exchange(posts, []), lambda _: None))
 
@@ -162,6 +167,8 @@ def recv(
     ax = check.axis_of("recv", axis, mesh)
     want = _checked_want("recv", (src, shape, dtype, tag), ax)
     not_oneself("recv", src, ax)
+    if not async_op and _unheard(link := ax.link) and (got := link.exchange_now(link, None, want)) is not None:
+        return got[0]
     kind = dtype, want[1]
     return made(RECV, (), ax, kind, async_op, lambda link: then(link.exchange([], [want]), lambda got: got[0]))
 
@@ -243,6 +250,11 @@ def exchange(
     return made(EXCHANGE, (), ax, None, async_op, lambda link: then(link.exchange(sent, away), sort))
 
 
+def _unheard(link: Link) -> bool:
+    """Whether nobody is told of the calls of a link."""
+    return not (link.watched or profiler_on())
+
+
 def _entries(entries: object, name: str, axis: Axis) -> list[tuple[Any, ...]]:
     if not isinstance(entries, Iterable) or isinstance(entries, Tensor):
         fix = "a list of (x, dst)" if name == "sends" else "a list of (src, shape, dtype)"
@@ -257,27 +269,49 @@ def _checked_post(where: str, entry: object, axis: Axis) -> Post:
         check.explain(where, f"{entry!r} is not a message to send.", axis, fix="(x, dst) or (x, dst, tag)")
     x, dst, tag = entry if len(entry) == 3 else (*entry, 0)
     check.tensor(where, x, axis)
-    check.checked_index(where, dst, axis, "dst")
-    checked_tag(where, tag, axis)
+    if type(dst) is not int or not 0 <= dst < axis.size:
+        dst = check.checked_index(where, dst, axis, "dst")
+    if tag != 0 or type(tag) is not int:
+        checked_tag(where, tag, axis)
     check.no_gradient(where, x, axis, "use permute or shift")
-    home = axis.mesh.device  # where it is received: all ranks move it the same way
-    return x if axis.mesh.in_process else x.detach().to(home), int(dst), int(tag)
+    if not axis.mesh.in_process and (x.requires_grad or not (axis.is_on_cpu and x.is_cpu)):
+        x = x.detach().to(_home(axis))  # where it is received: all ranks move it the same way
+    return x, dst, int(tag)
 
 
 def _checked_want(where: str, entry: object, axis: Axis) -> Want:
     if not isinstance(entry, tuple) or len(entry) not in (3, 4):
         check.explain(where, f"{entry!r} is not a message to receive.", axis, fix="(src, shape, dtype) or (.., tag)")
     src, shape, dtype, tag = entry if len(entry) == 4 else (*entry, 0)
-    check.checked_index(where, src, axis, "src")
-    if not check.are_lengths(shape):
-        check.explain(where, f"shape={shape!r} is not a shape.", axis, fix="a tuple of non-negative ints")
+    if type(src) is not int or not 0 <= src < axis.size:
+        src = check.checked_index(where, src, axis, "src")
+    if type(shape) is Size:
+        shape = tuple(shape)
+    elif type(shape) is not tuple or _odd_lengths(shape):
+        if not check.are_lengths(shape):
+            check.explain(where, f"shape={shape!r} is not a shape.", axis, fix="a tuple of non-negative ints")
+        shape = tuple(map(int, shape))
     if not isinstance(dtype, torch.dtype):
         check.explain(where, f"dtype={dtype!r} is not a torch dtype.", axis, fix="such as torch.float32")
-    shape = tuple(map(int, shape))
-    if max(math.prod(shape) * dtype.itemsize, *shape, 0) >= 2**63:
+    if max(prod(shape) * dtype.itemsize, *shape, 0) >= 2**63:
         check.explain(where, f"shape={shape} is too large.", axis, fix="lengths of fewer than 2**63 bytes in all")
-    checked_tag(where, tag, axis)
-    return int(src), shape, dtype, int(tag), axis.mesh.device
+    if tag != 0 or type(tag) is not int:
+        checked_tag(where, tag, axis)
+    return src, shape, dtype, int(tag), _CPU if axis.is_on_cpu else _home(axis)
+
+
+def _odd_lengths(shape: tuple[object, ...]) -> bool:
+    for length in shape:  # noqa: SIM110  # a generator takes as long again
+        if type(length) is not int or length < 0:
+            return True
+    return False
+
+
+def _home(axis: Axis) -> torch.device:
+    """Where messages over this axis lie."""
+    home: torch.device = axis.mesh.device
+    axis.is_on_cpu = home.type == "cpu" and not axis.mesh.in_process
+    return home
 
 
 def checked_tag(where: str, tag: object, axis: Axis, device: torch.device | None = None) -> None:

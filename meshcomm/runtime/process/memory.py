@@ -9,6 +9,7 @@ Only 64-bit x86 has what this relies upon: writes of one processor are seen by t
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import sys
@@ -46,6 +47,11 @@ class Memory:
         self.serial = self.view.cast("q")[SERIAL]
         self.segments: dict[int, Any] = {}
         """Its parts in use, by where they begin: see ``lending``."""
+
+    @property
+    def address(self) -> int:
+        """Where it is mapped, as long as somebody has a view of it."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.mapped))
 
 
 def create(size: int) -> Memory:

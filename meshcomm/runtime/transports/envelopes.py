@@ -116,3 +116,15 @@ def lost(where: str, source: int, index: int, error: OSError) -> CommError:
             fix=FIRST_CAUSE,
         )
     )
+
+
+def broken_off(where: str, source: int, index: int) -> CommError:
+    """Who sends it was interrupted while it did."""
+    return CommError(
+        text(
+            where,
+            f"the transport failed: index {source} was interrupted in the middle of a message",
+            got=f"a message from index {source} to index {index}",
+            fix=FIRST_CAUSE,
+        )
+    )

@@ -153,6 +153,11 @@ class Link(Primitives, Protocol):
     with ``hook`` before its gradient (see ``_torch.hooked``); None, and nothing is done, where that does not go.
     """
 
+    exchange_now: Callable[[Any, Post | None, Want | None], list[Tensor] | None]
+    """``exchange_now(link, post, want)``: ``exchange`` of one message that is sent, one that is received, or both, for
+    who has seen that nobody hears it, no profiler either; None, and nothing was done, if it is to go the longer way.
+    """
+
     def sum_told(self, x: Tensor, said: tuple[Any, ...]) -> Tensor:
         """all_reduce (sum), of a link that is told briefly: of what ``said`` says as ``told.call`` would."""
 
@@ -176,6 +181,10 @@ def _sum(link: Any, x: Tensor) -> Tensor:
     return link.all_reduce(x, "sum")  # type: ignore[no-any-return]
 
 
+def _not_now(link: Any, post: Post | None, want: Want | None) -> None:
+    return None
+
+
 class Defaults:
     """What a transport says of itself unless it says something else, and what it does by its own primitives, so that
     whoever wants to know of those sees it.
@@ -184,6 +193,7 @@ class Defaults:
     watched = hears = briefly = sums_clones = False
     hooks: Sequence[Any] = ()
     sum_now: Callable[..., Any] = staticmethod(_sum)
+    exchange_now: Callable[..., Any] = staticmethod(_not_now)
 
     def announce(self, call: Call) -> None:
         """Nobody listens; a rank that calls something else is a matter for the guard."""

@@ -6,6 +6,9 @@ look into::
     receiver   looks through those for it, of all, in their order ──► this one goes to who asked first, of those who
                asked for its route: reads it, and gives the memory back ───────────────────────────────┘
 
+What is lent says how much of it is written already: a letter may be there before that, and is read when all of it is. A
+small message that is waited for at once stands in the letter itself (see ``one_message.py``), and is taken from there.
+
 Whoever waits for a message, or for one to be read, looks for all that this rank has asked for; while nobody does, a
 thread looks now and then. So who waits for a later receipt keeps nobody, as over gloo, but nobody is woken by a thread.
 A letter that was seen is written over; one for which there is no place yet is written when there is. If there is no
@@ -15,6 +18,7 @@ memory to lend, what is sent follows over gloo.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -22,6 +26,7 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 from threading import get_ident
 from typing import Any, cast
 
@@ -33,7 +38,7 @@ from meshcomm.errors import CommError
 from meshcomm.runtime.call import Post, Want, told
 from meshcomm.runtime.process import forks
 from meshcomm.runtime.process.boxes import GONE
-from meshcomm.runtime.process.lending import Segment, room
+from meshcomm.runtime.process.lending import STATE, Segment, room
 from meshcomm.runtime.process.memory import Lease, Memory, create, find
 from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.transports import dtypes, envelopes
@@ -44,14 +49,21 @@ from meshcomm.runtime.transports.shared.words import dtype_of, number_of
 from meshcomm.runtime.transports.underway import Messages
 
 (_NUMBER, _ROUTE, _SEQUENCE, _TAG, _NBYTES, _FOLLOWS, _DTYPE, _NDIM, _REST, _SHAPE) = range(10)
-_PLACE = _SHAPE + LENGTHS
-_CELLS = _PLACE + 6
+PLACE = _SHAPE + LENGTHS
+CELLS = PLACE + 6
 """Of a letter: its number, over which route it goes; what an envelope says; where what is lent lies."""
-_MOST = 128
+SERIAL_AT, OFFSET_AT = PLACE + 1, PLACE + 4
+"""Of what is lent; 0 if nothing is."""
+TAKEN, DATA = CELLS, CELLS + 1
+"""Then the number of the last one here that was taken out of its letter, by the receiver; and what stands inside."""
+INSIDE = 1024
+"""Bytes of a message that stand in the letter, if nothing is lent for it and nothing follows."""
+SLOT = DATA + INSIDE // 8
+MOST = 128
 """How many letters a ring has place for."""
 _UNREAD = 16
-_HEAD = _UNREAD + _MOST
-_RING = _HEAD + _CELLS * _MOST
+HEAD = _UNREAD + MOST
+RING = HEAD + SLOT * MOST
 """Before the letters the number of the last one that was seen, and of each place that of the last one of which what is
 lent could not be read. (The first ring has the serial number of the memory there, too.)
 """
@@ -95,18 +107,21 @@ class Parcel:
 
 
 class Sent:
-    """A message that was sent: it lies in what is lent, until it has been read; or follows over gloo."""
+    """A message that was sent: it lies in what is lent, until it was read; or in the letter; or follows over gloo."""
 
-    __slots__ = ("_is_read", "lent", "number", "rest", "to")
+    __slots__ = ("_is_read", "at", "lent", "number", "rest", "to")
 
-    def __init__(self, to: int, number: int, lent: Segment | None, rest: Messages | None) -> None:
-        self.to, self.number, self.lent, self.rest = to, number, lent, rest
-        self._is_read = lent is None
+    def __init__(self, to: int, number: int, lent: Segment | None, rest: Messages | None, at: int = 0) -> None:
+        """``at``: the cell that says that it was taken out of its letter."""
+        self.to, self.number, self.lent, self.rest, self.at = to, number, lent, rest, at
+        self._is_read = lent is None and not at
 
     def is_read(self, letters: Letters) -> bool:
         """Whether it has been, or cannot be."""
         if not self._is_read:
-            assert self.lent is not None
+            if self.lent is None:
+                self._is_read = letters.own is None or letters.own[self.at] == self.number
+                return self._is_read
             if self.lent.flags[self.to]:
                 if not letters.is_unread(self.to, self.number):
                     return False
@@ -117,10 +132,10 @@ class Sent:
     def let_go(self, index: int) -> None:
         """The memory may be lent again when it has been read: this rank (``index``) has a part in it, once."""
         if not self._is_read:
-            assert self.lent is not None
-            flags = self.lent.flags
+            lent = self.lent
             self._is_read = True  # first, for then the memory may be that of another message
-            flags[index] = 0
+            if lent is not None:
+                lent.flags[index] = 0
 
 
 class Letters:
@@ -128,57 +143,70 @@ class Letters:
 
     def __init__(self, mail: Mail) -> None:
         self.mail = mail
-        self._receiving, self._sending = threading.Lock(), threading.Lock()
+        self.receiving, self.sending = threading.Lock(), threading.Lock()
         self._memory: Memory | None = None
-        self._own: Any = None
-        self._numbers = [0] * len(mail.neighbours)
+        self.own: Any = None
+        """The letters of this rank, once there has been one; and where they lie."""
+        self.own_address = 0
+        self.numbers = [0] * len(mail.neighbours)
         """Of the last letter to each."""
-        self._left: dict[int, deque[array[int]]] = {}
+        self.inside = [[0] * MOST for _ in mail.neighbours]
+        """To each, of each place in its ring, the number of the last letter there that had what is sent inside."""
+        self.left: dict[int, deque[array[int]]] = {}
         """For whom there are letters for which there is no place yet."""
-        self._next = [1] * len(mail.neighbours)
+        self.next = [1] * len(mail.neighbours)
+        """The number of the letter of each that is looked at next."""
         self.is_closed = False
-        self._addressees = [Addressee(mail, i) for i in range(len(mail.neighbours))]
-        self._rings: list[Any] = [None] * len(mail.neighbours)
-        self._asked: dict[tuple[int, int], deque[Parcel]] = {}
-        self._came: dict[tuple[int, int], deque[list[int]]] = {}
+        self.addressees = [Addressee(mail, i) for i in range(len(mail.neighbours))]
+        self.rings: list[Any] = [None] * len(mail.neighbours)
+        """The letters of each that has written some; and where they lie."""
+        self.addresses = [0] * len(mail.neighbours)
+        self.asked: dict[tuple[int, int], deque[Parcel]] = {}
+        self.came: dict[tuple[int, int], deque[list[Any]]] = {}
+        """By whom, and over which route; of those with something inside that comes last."""
 
     # ------------------------------------------------------------------------------------------------- receiving
 
-    def ask(self, link: Any, where: str, want: Want, route: int, *, ahead: bool = False) -> Parcel:
-        """For the next message over this route; ``ahead``: make room for it now."""
+    def ask(
+        self, link: Any, where: str, want: Want, route: int, *, ahead: bool = False, room: Tensor | None = None
+    ) -> Parcel:
+        """For the next message over this route; ``ahead``: make room for it now; ``room``: that there is already."""
         parcel, key = Parcel(link, where, want), (want[0], route)
+        parcel.out = room  # before anybody else sees it
         if ahead and want[2] in dtypes.PLAIN:
             parcel.out = reserve.empty(want[1], torch.empty(0, dtype=want[2], device="cpu"))
-        with self._receiving:
-            self._asked.setdefault(key, deque()).append(parcel)
+        with self.receiving:
+            self.asked.setdefault(key, deque()).append(parcel)
         return parcel
 
     def look(self) -> None:
         """See what has come, and read what was asked for."""
-        mail, base = self.mail, _RING * self.mail.index
+        mail, base = self.mail, RING * self.mail.index
         if self.is_closed:
             return
-        if self._left:
-            with self._sending:
+        if self.left:
+            with self.sending:
                 self._write_left()
-        with self._receiving:
+        with self.receiving:
             for i in mail.others:
-                cells = self._rings[i]
+                cells = self.rings[i]
                 if cells is None:
                     box = mail.boxes[i]
                     if (box is not None and not box.cells[box.writes]) or (cells := self._ring(i)) is None:
                         continue
-                number = first = self._next[i]
-                while cells[at := base + _HEAD + number % _MOST * _CELLS] == number:
-                    letter = cells[at : at + _CELLS].tolist()
-                    queue = self._came.setdefault((i, letter[_ROUTE]), deque())
+                number = first = self.next[i]
+                while cells[at := base + HEAD + number % MOST * SLOT] == number:
+                    letter = cells[at : at + CELLS].tolist()
+                    if not (letter[_FOLLOWS] or letter[SERIAL_AT]):  # it may be written over, once it was seen
+                        letter += (bytearray(cells[at + DATA : at + SLOT].cast("B")[: letter[_NBYTES]]),)
+                    queue = self.came.setdefault((i, letter[_ROUTE]), deque())
                     queue += (letter,)  # no call from here to the next line: Ctrl-C comes between calls
-                    self._next[i] = number + 1
+                    self.next[i] = number + 1
                     number += 1
                 if number != first:
                     cells[base] = number - 1
-            if self._came:
-                for key in [key for key in self._came if key in self._asked]:
+            if self.came:
+                for key in [key for key in self.came if key in self.asked]:
                     self._give(key)
 
     def _ring(self, i: int) -> Any:
@@ -191,34 +219,39 @@ class Letters:
             found = find(Lease(neighbour.pid, *where, 0, 0))
         except OSError:  # it has gone: who waits sees that
             return None
-        self._rings[i] = cells = found.view.cast("q")
+        self.addresses[i] = found.address
+        self.rings[i] = cells = found.view.cast("q")
         return cells
 
     def _give(self, key: tuple[int, int]) -> None:
-        came, asked = self._came[key], self._asked[key]
+        came, asked = self.came[key], self.asked[key]
         while asked and came:
-            if not asked[0].is_here:  # else somebody was interrupted here
-                self._read(asked[0], came[0], key[0])
+            if not asked[0].is_here and not self._read(asked[0], came[0], key[0]):  # else somebody was interrupted here
+                return  # it is not written yet
             del asked[0]  # both, without a call between
             del came[0]
         if not asked:
-            del self._asked[key]
+            del self.asked[key]
         if not came:
-            del self._came[key]
+            del self.came[key]
 
-    def _read(self, parcel: Parcel, letter: list[int], src: int) -> None:
-        """What does not fit is taken all the same, for who has sent it waits."""
-        _, shape, dtype, tag, _ = parcel.want
-        link, found = parcel.link(), _envelope(letter)
-        fits = found.is_for(parcel.name, tag, dtype, shape)
-        if not fits:
-            parcel.error = envelopes.misfit(parcel.where, found, src, parcel.index, parcel.name, dtype, shape)
-        segment, follows = None, found.follows
+    def _read(self, parcel: Parcel, letter: list[Any], src: int) -> bool:
+        """Whether all of it is there. What does not fit is taken all the same, for who has sent it waits."""
+        link, follows, segment, written = parcel.link(), letter[_FOLLOWS], None, letter[_NBYTES]
         try:
-            if not follows:
-                segment = self.mail.borrow_at(letter[_PLACE : _PLACE + 6], src)
+            if letter[SERIAL_AT]:
+                segment = self.mail.borrow_at(letter[PLACE:CELLS], src)
+                written = segment.cells[STATE]
+                if 0 <= written < letter[_NBYTES]:
+                    return False
+            fits = self._fits(parcel, letter, src)
             with parcel.as_asked():
-                packed = _room_for(parcel, fits, found.nbytes)
+                packed = _room_for(parcel, fits, letter[_NBYTES])
+                if written > 0 and fits and not (follows or parcel.dropped):
+                    if segment is not None:
+                        packed.copy_(segment.part(packed.nbytes, packed.dtype))
+                    else:
+                        packed.view(torch.uint8).copy_(torch.frombuffer(letter[-1], dtype=torch.uint8))
             if follows and link is not None:
                 parcel.rest = Messages(link, [link.base.recv([packed], src, follows)], None, packed)
                 if parcel.dropped:
@@ -227,29 +260,46 @@ class Letters:
             if isinstance(error, TimeoutError) or segment is not None or follows:  # of a signal's
                 raise
             self._say_unread(src, letter[_NUMBER])
+            self._fits(parcel, letter, src)
             parcel.error = parcel.error or envelopes.lost(parcel.where, src, parcel.index, error)
         except RuntimeError as error:  # no memory, or gloo's
             if segment is not None:
                 segment.returned(self.mail.index)
+            elif not follows:
+                self._say_taken(src, letter[_NUMBER])
             parcel.error = error if link is None else link._error(parcel.where, error)
         else:
+            if written < 0:
+                parcel.error = parcel.error or envelopes.broken_off(parcel.where, src, parcel.index)
             if segment is not None:
-                if fits and not parcel.dropped and packed.numel():
-                    with parcel.as_asked():
-                        packed.copy_(segment.part(packed.nbytes, packed.dtype))
                 flags, index = segment.flags, self.mail.index
                 flags[index] = 0  # no call from here to the next line: it is read again, or given back
                 parcel.is_here = True
+            elif not follows:
+                self._say_taken(src, letter[_NUMBER])
         parcel.is_here = True
         self.mail.ring_at(src)
+        return True
+
+    def _fits(self, parcel: Parcel, letter: list[Any], src: int) -> bool:
+        _, shape, dtype, tag, _ = parcel.want
+        said = says(parcel.name, tag, dtype, shape, letter[_ROUTE])
+        if letter[_DTYPE:PLACE] == said[_DTYPE:] and letter[_SEQUENCE:_FOLLOWS] == said[_SEQUENCE:_FOLLOWS]:
+            return True
+        found = _envelope(letter)
+        parcel.error = envelopes.misfit(parcel.where, found, src, parcel.index, parcel.name, dtype, shape)
+        return False
+
+    def _say_taken(self, src: int, number: int) -> None:
+        self.rings[src][RING * self.mail.index + HEAD + number % MOST * SLOT + TAKEN] = number
 
     def _say_unread(self, src: int, number: int) -> None:
-        self._rings[src][_RING * self.mail.index + _UNREAD + number % _MOST] = number
+        self.rings[src][RING * self.mail.index + _UNREAD + number % MOST] = number
 
     def is_unread(self, dst: int, number: int) -> bool:
         """Whether that one has said that it cannot read what is lent with this letter."""
-        own = self._own
-        return own is not None and own[_RING * dst + _UNREAD + number % _MOST] == number
+        own = self.own
+        return own is not None and own[RING * dst + _UNREAD + number % MOST] == number
 
     def see_to_it(self) -> None:
         """Somebody has asked, or sent, who does not wait now: have the thread look, until all is here."""
@@ -257,24 +307,24 @@ class Letters:
 
     def look_after(self) -> bool:
         """As that thread; whether something was there."""
-        before = list(self._next)
+        before = list(self.next)
         with contextlib.suppress(Exception):  # who waits hears of it
             self.look()
-        return self._next != before
+        return self.next != before
 
     def is_busy(self) -> bool:
         """Whether something may come, or is to be written."""
-        return bool(self._asked or self._left) and self.mail.own.state() != GONE
+        return bool(self.asked or self.left) and self.mail.own.state() != GONE
 
     def forget(self, parcels: Sequence[Parcel]) -> None:
         """What has not come is for who asks next."""
-        with self._receiving:
+        with self.receiving:
             for parcel in parcels:
-                for key, asked in list(self._asked.items()):
+                for key, asked in list(self.asked.items()):
                     if parcel in asked:
                         asked.remove(parcel)
                         if not asked:
-                            del self._asked[key]
+                            del self.asked[key]
 
     # --------------------------------------------------------------------------------------------------- sending
 
@@ -290,11 +340,11 @@ class Letters:
             )
         letter = _letter(link.name, tag, x, follows, lent, route)
         try:
-            with self._sending:
+            with self.sending:
                 self._write(dst, letter)
         except BaseException as error:
             if lent is not None:
-                if 0 < letter[_NUMBER] <= self._numbers[dst]:  # it is there: Ctrl-C
+                if 0 < letter[_NUMBER] <= self.numbers[dst]:  # it is there: Ctrl-C
                     lent.returned(mail.index)
                 else:
                     lent.take_back()
@@ -308,7 +358,7 @@ class Letters:
     def _lend(self, packed: Tensor, dst: int) -> Segment | None:
         mail = self.mail
         try:
-            readers = [self._addressees[dst]]
+            readers = [self.addressees[dst]]
             nbytes = max(1, packed.nbytes)
             lent = room.lend(nbytes, (dst, mail.index), readers, patient=not told.later, must=False)
         except (OSError, CommError):
@@ -316,6 +366,7 @@ class Letters:
         try:
             if packed.numel():
                 lent.part(packed.nbytes, packed.dtype).copy_(packed)
+            lent.cells[STATE] = packed.nbytes
         except BaseException:  # Ctrl-C: nobody hears of it
             lent.take_back()
             raise
@@ -323,54 +374,51 @@ class Letters:
 
     def _write(self, dst: int, letter: array[int]) -> None:
         if self._memory is None:
-            self._memory = memory = create(8 * _RING * len(self._numbers))
-            self._own = memory.view.cast("q")
+            self._memory = memory = create(8 * RING * len(self.numbers))
+            self.own_address = memory.address
+            self.own = memory.view.cast("q")
             self.mail.own.say_letters(memory.fd, memory.serial, memory.size)
-        number = self._numbers[dst] + 1
+        number = self.numbers[dst] + 1
         letter[_NUMBER] = number
-        if dst not in self._left and self._has_place(dst, number):
-            cells, at = self._own, self._place_of(dst, number)
-            cells[at + 1 : at + _CELLS] = letter[1:]
+        cells = self.own
+        if dst not in self.left and number - cells[RING * dst] <= MOST:
+            at = RING * dst + HEAD + number % MOST * SLOT
+            cells[at + 1 : at + CELLS] = letter[1:]
             cells[at] = number  # now it is there; no call from here to the next line
-            self._numbers[dst] = number
+            self.numbers[dst] = number
             return
-        left = self._left.setdefault(dst, deque())
+        left = self.left.setdefault(dst, deque())
         left += (letter,)  # the same
-        self._numbers[dst] = number
+        self.numbers[dst] = number
         self.see_to_it()
 
-    def _has_place(self, dst: int, number: int) -> bool:
-        return bool(number - self._own[_RING * dst] <= _MOST)
-
-    def _place_of(self, dst: int, number: int) -> int:
-        return _RING * dst + _HEAD + number % _MOST * _CELLS
-
     def _write_left(self) -> None:
-        for dst, letters in list(self._left.items()):
-            while letters and self._has_place(dst, letters[0][_NUMBER]):
-                cells, at = self._own, self._place_of(dst, letters[0][_NUMBER])
-                cells[at + 1 : at + _CELLS] = letters[0][1:]
-                cells[at] = letters[0][_NUMBER]
+        for dst, letters in list(self.left.items()):
+            cells = self.own
+            while letters and (number := letters[0][_NUMBER]) - cells[RING * dst] <= MOST:
+                at = RING * dst + HEAD + number % MOST * SLOT
+                cells[at + 1 : at + CELLS] = letters[0][1:]
+                cells[at] = number
                 letters.popleft()
             self.mail.ring_at(dst)
             if not letters:
-                del self._left[dst]
+                del self.left[dst]
 
     # ------------------------------------------------------------------------------------------------------- the end
 
     def is_at_rest(self) -> bool:
         """Whether nothing that somebody wants has not come, and the others have seen all letters that are for them."""
-        if self._left or any(not parcel.dropped for asked in list(self._asked.values()) for parcel in list(asked)):
+        if self.left or any(not parcel.dropped for asked in list(self.asked.values()) for parcel in list(asked)):
             return False
-        return self._own is None or all(self._own[_RING * i] == number for i, number in enumerate(self._numbers))
+        return self.own is None or all(self.own[RING * i] == number for i, number in enumerate(self.numbers))
 
     def close(self) -> None:
         """Nobody writes or reads here any more."""
-        with self._sending, self._receiving:
-            memory, self._memory, self._own = self._memory, None, None
-            self._rings = [None] * len(self._rings)
-            self._left.clear()
-            self._asked.clear()
+        with self.sending, self.receiving:
+            memory, self._memory, self.own = self._memory, None, None
+            self.rings = [None] * len(self.rings)
+            self.left.clear()
+            self.asked.clear()
             self.is_closed = True
             if memory is not None:
                 os.close(memory.fd)
@@ -447,15 +495,24 @@ def _room_for(parcel: Parcel, fits: bool, nbytes: int) -> Tensor:
     return packed
 
 
-def _letter(name: str, tag: int, x: Tensor, follows: int, lent: Segment | None, route: int) -> array[int]:
-    shape = tuple(x.shape)
+@lru_cache(1024)
+def says(name: str, tag: int, dtype: torch.dtype, shape: tuple[int, ...], route: int) -> list[int]:
+    """What a letter says before what is lent, if nothing follows."""
     lengths = [*shape[:LENGTHS], *[0] * (LENGTHS - len(shape))]
-    head = (0, route, envelopes.sequence_of(name), tag, x.nbytes, follows, number_of(x.dtype), len(shape))
-    return array("q", (*head, envelopes.rest_of(shape), *lengths, *((0,) * 6 if lent is None else lent.where)))
+    nbytes = math.prod(shape) * dtype.itemsize
+    head = (0, route, envelopes.sequence_of(name), tag, nbytes, 0, number_of(dtype), len(shape))
+    return [*head, envelopes.rest_of(tuple(shape)), *lengths]
+
+
+def _letter(name: str, tag: int, x: Tensor, follows: int, lent: Segment | None, route: int) -> array[int]:
+    said = says(name, tag, x.dtype, x.shape, route)
+    letter = array("q", (*said, *((0,) * 6 if lent is None else lent.where)))
+    letter[_FOLLOWS] = follows
+    return letter
 
 
 def _envelope(letter: list[int]) -> Envelope:
-    ndim, lengths = letter[_NDIM], letter[_SHAPE:_PLACE]
+    ndim, lengths = letter[_NDIM], letter[_SHAPE:PLACE]
     shape = (*lengths[:ndim], *([letter[_REST]] if ndim > LENGTHS else []))
     kind = str(dtype_of(letter[_DTYPE]))
     return Envelope(letter[_SEQUENCE], letter[_TAG], kind, shape, letter[_NBYTES], letter[_FOLLOWS])

@@ -173,7 +173,7 @@ class Mail:
 
     def ring_at(self, index: int) -> None:
         """Wake that one, if it sleeps."""
-        box = self.box(index)
+        box = self.boxes[index] or self.box(index)
         if box is not None and box.cells[box.listens]:
             box.ring()
 

@@ -17,7 +17,7 @@ from meshcomm.runtime.transports.post import CALLS, Carrier, Room
 from meshcomm.runtime.transports.shared.entry import gone_among
 from meshcomm.runtime.transports.shared.letters import Letters, Parcel, Sent, letters_of
 from meshcomm.runtime.transports.shared.mailbox import Mail
-from meshcomm.runtime.transports.shared.waiting import Wait
+from meshcomm.runtime.transports.shared.waiting import AWAKE, Wait
 from meshcomm.runtime.transports.underway import Messages
 
 
@@ -41,11 +41,11 @@ class Posted(Pending):
                 missing.append(sent.to)
         return missing
 
-    def wait(self, timeout: float | None) -> list[Tensor]:
-        """What came, when all is here, and all was read that was sent."""
+    def wait(self, timeout: float | None, awake: float = AWAKE) -> list[Tensor]:
+        """What came, when all is here, and all was read that was sent. ``awake``: as in :class:`Wait`."""
         begin = time.monotonic()
         if missing := self.look():
-            self._wait_for(missing, timeout, begin)
+            self._wait_for(missing, timeout, begin, awake)
         for rest in self._rests():
             rest.wait(None if timeout is None else max(0.0, begin + timeout - time.monotonic()))
         for parcel in self._parcels:
@@ -53,10 +53,10 @@ class Posted(Pending):
                 raise parcel.error
         return [parcel.out for parcel in self._parcels]  # type: ignore[misc]
 
-    def _wait_for(self, missing: list[int], timeout: float | None, begin: float) -> None:
+    def _wait_for(self, missing: list[int], timeout: float | None, begin: float, awake: float) -> None:
         mail = self._letters.mail
         limit = mail.timeout if timeout is None else timeout
-        waiting = Wait(_Listener(self._link, mail, self._where, timeout), begin + limit)
+        waiting = Wait(_Listener(self._link, mail, self._where, timeout), begin + limit, awake=awake)
         try:
             while missing:
                 waiting.more(missing)
@@ -133,7 +133,8 @@ class Letterbox(Carrier):
     def _letters(self) -> Letters:
         if queued:
             begin_all()
-        return letters_of(self._link.mail)
+        mail: Mail = self._link.mail
+        return mail.letters or letters_of(mail)  # type: ignore[return-value]
 
 
 class Sending:

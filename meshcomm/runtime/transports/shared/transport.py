@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from meshcomm import _torch
 from meshcomm.errors import CommError
 from meshcomm.runtime.call import Post, Want, for_later, told
 from meshcomm.runtime.health.lateness import Late
@@ -31,7 +32,7 @@ from meshcomm.runtime.transports.group_link import Made
 from meshcomm.runtime.transports.post import Carrier, route_of
 from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.protocol import Empty, Parts
-from meshcomm.runtime.transports.shared import at_once
+from meshcomm.runtime.transports.shared import at_once, one_message
 from meshcomm.runtime.transports.shared.call import Call, Fill, Mail, Meaning, Reading, Watch
 from meshcomm.runtime.transports.shared.differences import compare_given
 from meshcomm.runtime.transports.shared.letters import Letters, Parcel, Sent, letters_of
@@ -58,6 +59,7 @@ class OneHostLink(ProcessLink):
         """As any; small calls that are waited for at once have a way of their own."""
         super().note_in(log)
         self._at_once = at_once.at_once_in(log)
+        self.exchange_now = one_message.exchange_now_in(log, Posted)
 
     def copies(self, name: str, x: Tensor) -> bool:
         """What is lent is a copy."""
@@ -318,6 +320,15 @@ class OneHostLink(ProcessLink):
             compare_given(self.mail)
 
     # ------------------------------------------------------------------------------------------- messages
+
+    @_torch.out_of_graphs
+    def exchange(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
+        """As in the base; one message to and from others that is waited for at once has a way of its own."""
+        if len(posts) < 2 and len(wants) < 2 and (posts or wants) and not (told.later or self.log.inside):
+            got: list[Tensor] | None = self.exchange_now(self, posts[0] if posts else None, wants[0] if wants else None)
+            if got is not None:
+                return got
+        return super().exchange(posts, wants)
 
     def _by_post(
         self, where: str, posts: Sequence[Post], wants: Sequence[Want], sent: Sequence[int], got: Sequence[int]
