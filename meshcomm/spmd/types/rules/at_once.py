@@ -150,8 +150,10 @@ class AtOnce(InPlace):
                 self._note_all(result, again.kind)
             return result
         else:
-            lacks = short.lacks
-            if (whole := short.varied) is not None and not types and not kwargs and len(args) == 2 and is_grad_enabled():
+            if (whole := short.whole) is None:  # it says where
+                whole = self._joined_here((one, two), short.name, sys._getframe(1))  # type: ignore[arg-type]
+            lacks, varied = short.lacks, False
+            if short.varies and not types and not kwargs and len(args) == 2 and is_grad_enabled():
                 if short.narrow:
                     x, at = b, of_b
                 else:
@@ -174,11 +176,8 @@ class AtOnce(InPlace):
                     except RuntimeError as error:
                         self._not_into_varied(error, short.name)
                         raise
-                    result._meshcomm_type = whole
+                    result._meshcomm_type = whole.seen(True) if whole.plain else whole
                     return result
-            if (whole := short.whole) is None:  # it says where
-                whole = self._joined_here((one, two), short.name, sys._getframe(1))  # type: ignore[arg-type]
-            varied = False
             if lacks is None:
                 result = func(*args, **kwargs) if kwargs else func(*args)
             else:

@@ -30,7 +30,7 @@ class Short:
     """How an operation is seen on operands of these types, one to three, beside simple values."""
 
     __slots__ = (
-        "graph", "in_place", "lacks", "mark", "name", "narrow", "one_kernel", "varied", "whole", "within",
+        "graph", "in_place", "lacks", "mark", "name", "narrow", "one_kernel", "varies", "whole", "within",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, types: Sequence[Type], whole: Type | None, grid: Grid) -> None:
@@ -46,8 +46,8 @@ class Short:
         """When that was last found to be so."""
         self.lacks: frozenset[str] | None = None
         """The axes along which an operand is to be varied, if it has a gradient: some of them, if there are several."""
-        self.varied: Type | None = None
-        """The type of what it gives where the one of two that lacks axes is varied; None: more is to be asked."""
+        self.varies = False
+        """One of two lacks axes, and nothing is to be asked of what the two give."""
         self.narrow = 0
         """Which one of two; -1: it is none of two, or more than one may be."""
         uneven = [each.axes for each in types if each.axes is not types[0].axes]
@@ -55,8 +55,7 @@ class Short:
             first, second = types[0].axes, uneven[0]
             self.narrow = -1 if len(types) > 2 or not (first < second or second < first) else int(second < first)
             self.lacks = one_of(first ^ second)
-            if self.one_kernel and self.narrow >= 0 and whole is not None:
-                self.varied = whole.seen(True)
+            self.varies = self.one_kernel and self.narrow >= 0
 
 
 class Shorts:
