@@ -73,7 +73,7 @@ def by_name(fn: Any, args: Sequence[Any], after: int = 0) -> dict[str, Any]:
     return dict(zip(fn.__code__.co_varnames[after:], args[after:], strict=False))
 
 
-def told_of_call(watcher: Watcher, fn: Any, args: Sequence[Any]) -> Any:
+def told_of_call(watcher: Any, fn: Any, args: Sequence[Any]) -> Any:
     """Let one who watches call a public collective, of which these are all arguments in order."""
     given = by_name(fn, args)
     if "x" not in given:

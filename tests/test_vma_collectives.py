@@ -295,6 +295,11 @@ def values() -> dict[str, Callable[[], Tensor]]:
         x.data.copy_(two())
         return x
 
+    def written_wider() -> Tensor:
+        x = two() * 1.0
+        x.data.copy_(mc.mark_varying(two(), ("dp", "one")))
+        return x
+
     def behind_its_back() -> Tensor:
         x = two() * 1.0
         with torch._C.DisableTorchFunction():
@@ -316,7 +321,8 @@ def values() -> dict[str, Callable[[], Tensor]]:
     return {
         "varies": two, "seen": seen, "is invariant": lambda: zeros(2), "needs grad": needs_grad,
         "is an invariant leaf": lambda: zeros(2).requires_grad_(), "is a parameter": lambda: nn.Parameter(two()),
-        "is of integers": lambda: two().long(), "is written": written, "is changed": behind_its_back,
+        "is of integers": lambda: two().long(), "is written": written,
+        "is written wider": written_wider, "is changed": behind_its_back,
         "is unseen": unseen, "is of inference": inference, "is a view": lambda: two().view(1, 2)[0],
     }  # fmt: skip
 
@@ -339,12 +345,12 @@ def test_a_call_is_as_if_all_were_looked_at(name: str, monkeypatch: pytest.Monke
     for mine, others in zip(short, long, strict=True):
         for value, found in mine.items():
             assert len(found) == len(others[value]), value
-            for one, two in zip(found, others[value], strict=True):
+            for one, other in zip(found, others[value], strict=True):
                 if isinstance(one, str):
-                    assert one == two
+                    assert one == other
                 else:
-                    assert one[0] == two[0], value
-                    assert_close(one[1], two[1], rtol=0, atol=0)
+                    assert one[0] == other[0], value
+                    assert_close(one[1], other[1], rtol=0, atol=0)
 
 
 def test_a_call_of_what_is_known_is_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,7 @@ class AtOnce(InPlace):
         a: Any
         b: Any
         again: Any
+        entry: Any
         short: Any
         whole: Any
         result: Any
@@ -182,11 +183,7 @@ class AtOnce(InPlace):
                 result = func(*args, **kwargs) if kwargs else func(*args)
             else:
                 x, at_x = (b, of_b) if short.narrow > 0 else (a, at)
-                if (
-                    len(args) == 2
-                    and short.narrow >= 0
-                    and (y := self._varied_before(x, at_x, lacks)) is not None
-                ):
+                if len(args) == 2 and short.narrow >= 0 and (y := self._varied_before(x, at_x, lacks)) is not None:
                     given, varied = (a, y) if short.narrow else (y, b), is_grad_enabled()
                 else:
                     given = self._evened_pair(short, args, (a, b), at_x)

@@ -111,8 +111,9 @@ class Collectives(Core):
         for i in way.cuts:
             if args[i] is not None:
                 return told_of_call(self, fn, args)
-        op, kind, grid, outer = way.op, getattr(x, NAME, None), self.grid, None
-        axes = _axes_in.get(mesh.axis(args[1], op.name).name)
+        op, grid, outer = way.op, self.grid, None
+        kind: Any = getattr(x, NAME, None)
+        axes: Any = _axes_in.get(mesh.axis(args[1], op.name).name)
         known, frame = known_files, sys._getframe(2)  # that of the public function
         while known[(code := frame.f_code).co_filename] and (outer := frame.f_back) is not None:
             frame = outer  # as `outermost` does it
@@ -130,14 +131,15 @@ class Collectives(Core):
                 if (at and at != getattr(x, NOTED_AT, 0)) or (
                     writes.any and not grid.written <= kind.axes and not nothing_wider_in(x, kind, grid)
                 ):
-                    return self._collective(fn, x, args[1], (), mesh, by_name(fn, args, 2))
+                    given = by_name(fn, args, 2)
+                    return self._collective(fn, x, args[1], (), given.pop("mesh"), given)
                 result = way.run(*args)
                 if isinstance(result, Work):
                     return looked_at(result, partial(self._note_one, op, found, axes, x))
                 self._note_one(op, found, axes, x, result)
                 return result
         finally:
-            here.watcher = self
+            here.watcher = self  # type: ignore[assignment]
 
     def _note_one(self, op: Op, found: _Given, axes: frozenset[str], x: Tensor, y: Any) -> None:
         """Note the type of what a collective has made of ``x``."""
@@ -253,11 +255,12 @@ class Collectives(Core):
         place = op, axes, id(frame.f_code), frame.f_lasti
         known, given = self.grid.given, []
         for kind in kinds or (INVARIANT,):
-            found = known.get((kind, *place))
+            key = kind, *place
+            found = known.get(key)
             if found is None:  # remembered by the instruction, for types say where they come from
                 if len(known) >= _MOST:
                     known.clear()
-                found = known[kind, *place] = _given_of(op, kind, axes, self._all, frame)
+                found = known[key] = _given_of(op, kind, axes, self._all, frame)
             given.append(found.kind)
             origin = found.origin
         del frame  # what is noted later must not hold the user's variables
