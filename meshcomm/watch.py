@@ -17,8 +17,13 @@ R = TypeVar("R")
 class Watcher(Protocol):
     """Knows along which axes each value varies."""
 
+    def called(self, fn: Any, args: tuple[Any, ...], /) -> Any:
+        """Call ``fn``, a public collective, of which these are all arguments in order: check what it takes, and note
+        what it gives.
+        """
+
     def collective(self, fn: Any, x: Any, axis: Any, /, *args: Any, mesh: Any, **kwargs: Any) -> Any:
-        """Call ``fn``, a public collective, so: check what it takes, and note what it gives."""
+        """The same for what takes a tensor or a pytree, with the arguments as a user gives them."""
 
     def made(self, fn: Any, axis: Any, mesh: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call ``fn(*args, **kwargs)``, which takes no tensor and gives one that varies along ``axis``."""
@@ -61,6 +66,19 @@ class _Here(threading.local):
 
 
 here = _Here()
+
+
+def by_name(fn: Any, args: Sequence[Any], after: int = 0) -> dict[str, Any]:
+    """All arguments of a function, which are given in order, by name; those after the first so many."""
+    return dict(zip(fn.__code__.co_varnames[after:], args[after:], strict=False))
+
+
+def told_of_call(watcher: Any, fn: Any, args: Sequence[Any]) -> Any:
+    """Let one who watches call a public collective, of which these are all arguments in order."""
+    given = by_name(fn, args)
+    if "x" not in given:
+        return watcher.made(fn, given["axis"], given["mesh"], **given)
+    return watcher.collective(fn, given.pop("x"), given.pop("axis"), **given)
 
 
 def paused() -> AbstractContextManager[None]:

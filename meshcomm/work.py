@@ -23,7 +23,7 @@ from meshcomm.runtime.call import Call, for_later
 from meshcomm.runtime.callsite import known_files
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.health.lateness import Late, late_text
-from meshcomm.runtime.pending import Pending, TimedOutError, then
+from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.process import forks
 from meshcomm.runtime.recorder import CALL, ENDED, THREAD, Named, Record, failed, log_of, made, noted, public_call
 from meshcomm.runtime.start.request import duration
@@ -60,8 +60,8 @@ class Work(Generic[T]):
     """
 
     __slots__ = (
-        "__weakref__", "_axis", "_began", "_call", "_claimed", "_error", "_lock", "_modes", "_over", "_rank", "_source",
-        "_value",
+        "__weakref__", "_axis", "_began", "_call", "_claimed", "_error", "_lock", "_look", "_modes", "_over", "_rank",
+        "_source", "_value",
     )  # fmt: skip
     _value: T
     _error: BaseException | None
@@ -71,10 +71,12 @@ class Work(Generic[T]):
     _rank: Any
     _lock: Any
     """Ranks of one process need none: they run one at a time."""
+    _look: Callable[[Any], object] | None
+    """Who looks at the result before anybody has it."""
 
     def __init__(self, source: Any, call: Any = None, axis: Axis | None = None) -> None:
         self._claimed, self._over = True, False
-        self._error = self._rank = self._lock = None
+        self._error = self._rank = self._lock = self._look = None
         self._call = call
         self._axis = axis
         if not isinstance(source, Pending):
@@ -133,6 +135,8 @@ class Work(Generic[T]):
                 value: T = source.result
             else:
                 value = source.wait(timeout) if source.bare else self._finish(timeout)
+            if self._look is not None:
+                self._shown(value)
             self._value, self._over, self._source = value, True, None
             return value
         except TimedOutError as late:
@@ -158,7 +162,11 @@ class Work(Generic[T]):
             here.watcher = None  # as `paused` does it, which takes longer
             try:
                 with _torch.without_modes():
-                    return source.wait(timeout)
+                    value = source.wait(timeout)
+                    if (look := self._look) is not None:  # as `_shown` does it, inside of what it would enter
+                        self._look = None
+                        look(value)
+                    return value
             finally:
                 here.watcher = watcher
         with contextlib.ExitStack() as stack:
@@ -169,6 +177,18 @@ class Work(Generic[T]):
                 stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad))
             return source.wait(timeout)
+
+    def _shown(self, value: Any) -> None:
+        """Give the result to who is to look at it first."""
+        look, self._look = self._look, None
+        assert look is not None
+        watcher = here.watcher
+        here.watcher = None  # as `paused` does it, which takes longer
+        try:
+            with _torch.without_modes():
+                look(value)
+        finally:
+            here.watcher = watcher
 
     def done(self) -> bool:
         """Whether :meth:`wait` would return, or raise, without waiting.
@@ -299,18 +319,9 @@ class _Follow(Source):
 
 def looked_at(work: Work[R], look: Callable[[R], object]) -> Work[R]:
     """The same work, whose result is given to ``look`` first, in which no mode sees anything and nobody watches."""
-
-    def seen(value: R) -> R:
-        look(value)
-        return value
-
+    work._look = look
     if work._over:
-        with paused(), _torch.without_modes():
-            seen(work._value)
-    else:
-        if work._source.bare:
-            work._modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        work._source = then(work._source, seen)
+        work._shown(work._value)
     return work
 
 
@@ -325,7 +336,7 @@ def begun(what: str, axis: Axis, x: Tensor | Kind | None, result: Any, skip: int
     call: Named
     work: Work[Any] = _new(Work)  # as ``Work`` and ``noted`` do it, without their calls
     work._claimed, work._over = True, False
-    work._error = work._rank = work._lock = None
+    work._error = work._rank = work._lock = work._look = None
     frame = sys._getframe(skip)
     while known_files[(code := frame.f_code).co_filename] and (outer := frame.f_back) is not None:
         frame = outer  # as `call_spot` does it

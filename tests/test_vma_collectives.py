@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,11 @@ from vma_checks import F64, LINE, I, N, V, checked, counted, kind, on_ranks, one
 
 import meshcomm as mc
 from meshcomm import watch
+from meshcomm._torch import tree_flatten
+from meshcomm.spmd.types import vma
 from meshcomm.spmd.types.checker import Checker
+from meshcomm.spmd.types.sizes import varying_numbers
+from meshcomm.work import looked_at
 
 COLLECTIVES: dict[str, tuple[Callable[[Tensor], Any], frozenset[str], bool]] = {
     "pvary": (lambda x: mc.pvary(x, "dp"), V, False),
@@ -226,3 +231,169 @@ def test_nothing_is_kept() -> None:
         assert w() is None
         assert not checker._lately
         assert not checker._pvaried
+
+
+def again(call: Callable[[Tensor], Any], make: Callable[[], Tensor]) -> list[Any]:
+    """What it gives when it is called again and again by one line, with grad mode and without, or how it is refused."""
+    found: list[Any] = []
+    for grad in (True, True, False, False, True):
+        x = make()
+        try:
+            with torch.set_grad_enabled(grad):
+                y = call(x)
+                leaves = tree_flatten(y.wait() if isinstance(y, mc.Work) else y)[0]
+        except (mc.VaryingError, mc.MeshError, RuntimeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            noted = [getattr(x, name, None) is None for name in sorted(vars(x))]
+            for each in filter(torch.is_tensor, leaves):
+                mine = vma.marked(each)
+                told = kind(each), mine is not None and mine.plain, each.requires_grad, each.is_inference(), noted
+                found.append((told, each.detach().clone()))
+    return found
+
+
+CALLS: dict[str, Callable[[Tensor], Any]] = {
+    "all_reduce": lambda x: mc.all_reduce(x, "dp"),
+    "all_reduce, later": lambda x: mc.all_reduce(x, "dp", async_op=True),
+    "all_reduce, in time": lambda x: mc.all_reduce(x, "dp", timeout=60.0),
+    "max": lambda x: mc.all_reduce(x, "dp", "max"),
+    "all_gather": lambda x: mc.all_gather(x, "dp"),
+    "all_gather, later": lambda x: mc.all_gather(x, "dp", async_op=True),
+    "all_gather of sizes": lambda x: mc.all_gather(x, "dp", sizes=[2, 2]),
+    "all_gather_invariant": lambda x: mc.all_gather_invariant(x, "dp"),
+    "reduce_scatter": lambda x: mc.reduce_scatter(x, "dp", op="mean"),
+    "reduce_scatter of sizes": lambda x: mc.reduce_scatter(x, "dp", sizes=[1, 1], mesh=mc.current_mesh()),
+    "all_to_all": lambda x: mc.all_to_all(x, "dp", 0, 0),
+    "shift": lambda x: mc.shift(x, "dp", wrap=False),
+    "permute": lambda x: mc.permute(x, ("dp",), [(0, 1)]),
+    "scan": lambda x: mc.scan(x, "dp"),
+    "broadcast": lambda x: mc.broadcast(x, "dp", 1),
+    "reduce": lambda x: mc.reduce(x.detach(), "dp"),
+    "pvary": lambda x: mc.pvary(x, "dp"),
+    "pvary, later": lambda x: mc.pvary(x, "dp", async_op=True),
+    "shard": lambda x: mc.shard(x, "dp"),
+    "no axis": lambda x: mc.all_reduce(x, "no"),
+    "no name": lambda x: mc.all_reduce(x, ["dp"]),  # type: ignore[call-overload]
+    "a size of one": lambda x: mc.all_reduce(x, "one", async_op=True),
+    "several axes": lambda x: mc.all_reduce(x, ("dp", "one")),
+    "a tree": lambda x: mc.all_reduce([x, x], "dp"),
+    "batches": lambda x: torch.func.vmap(lambda x: mc.all_reduce(x, "dp"))(x[:, None]),
+    "a gradient": lambda x: torch.func.grad(lambda x: mc.all_reduce((x * x).sum(), "dp"))(x.detach()),
+}
+
+
+def values() -> dict[str, Callable[[], Tensor]]:
+    """Each as long as one call needs it."""
+
+    def inference() -> Tensor:
+        with torch.inference_mode():
+            return mc.mark_varying(two() * 1.0, "dp")
+
+    def written() -> Tensor:
+        x = zeros(2)
+        x.data.copy_(two())
+        return x
+
+    def written_wider() -> Tensor:
+        x = two() * 1.0
+        x.data.copy_(mc.mark_varying(two(), ("dp", "one")))
+        return x
+
+    def behind_its_back() -> Tensor:
+        x = two() * 1.0
+        with torch._C.DisableTorchFunction():
+            x.add_(1.0)
+        return x
+
+    def unseen() -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return torch.ones(2, dtype=F64)
+
+    def seen() -> Tensor:
+        x = two() * 1.0
+        x.add_(1.0)
+        return x
+
+    def needs_grad() -> Tensor:
+        return (two() * 1.0).requires_grad_()
+
+    return {
+        "varies": two, "seen": seen, "is invariant": lambda: zeros(2), "needs grad": needs_grad,
+        "is an invariant leaf": lambda: zeros(2).requires_grad_(), "is a parameter": lambda: nn.Parameter(two()),
+        "is of integers": lambda: two().long(), "is written": written,
+        "is written wider": written_wider, "is changed": behind_its_back,
+        "is unseen": unseen, "is of inference": inference, "is a view": lambda: two().view(1, 2)[0],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_as_if_all_were_looked_at(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of a line and a type is used for no other one, and for nothing that has changed."""
+    call = CALLS[name]
+
+    def run() -> Any:
+        for first in ("varies", "is invariant", "needs grad"):  # from then on the line is known
+            again(call, values()[first])
+        return {value: again(call, make) for value, make in values().items()}
+
+    monkeypatch.setattr(varying_numbers.made, "any", False)
+    axes = {"dp": N, "one": 1}
+    short = on_ranks(run, axes=axes)
+    monkeypatch.setattr(Checker, "called", watch.told_of_call)
+    long = on_ranks(run, axes=axes)
+    for mine, others in zip(short, long, strict=True):
+        for value, found in mine.items():
+            assert len(found) == len(others[value]), value
+            for one, other in zip(found, others[value], strict=True):
+                if isinstance(one, str):
+                    assert one == other
+                else:
+                    assert one[0] == other[0], value
+                    assert_close(one[1], other[1], rtol=0, atol=0)
+
+
+def test_a_call_of_what_is_known_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many functions of the library run more than without the checker: each is felt."""
+
+    def calls(call: Callable[[], object]) -> int:
+        seen = []
+        for _ in range(4):
+            seen.clear()
+            sys.setprofile(lambda frame, event, _: seen.append(frame.f_code) if event == "call" else None)
+            call()
+            sys.setprofile(None)
+        return sum("/meshcomm/" in code.co_filename.replace("\\", "/") for code in seen)
+
+    def run() -> Any:
+        mesh, more = mc.make_mesh(LINE), []
+        with mc.use_mesh(mesh):
+            x = mc.mark_varying(zeros(2), "dp")
+            for call in (lambda: mc.all_reduce(x, "dp"), lambda: mc.reduce_scatter(x, "dp")):
+                before = calls(call)
+                with mc.check_vma():
+                    more.append(calls(call) - before)
+        return more
+
+    for ever in (varying_numbers.made, vma.writes):
+        monkeypatch.setattr(ever, "any", False)
+    for more in mc.launch(run, ranks=N):
+        assert max(more) <= 4, more
+
+
+def test_who_looks_at_the_result_of_a_work_sees_it_once_and_first() -> None:
+    def run() -> Any:
+        x, seen = two(), []
+        work = mc.all_reduce(x, "dp", async_op=True)
+        looked_at(work, seen.append)
+        y = work.wait()
+        assert work.wait() is y
+        wrong = looked_at(mc.all_reduce(x, "dp", async_op=True), lambda y: 1 / 0)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                wrong.wait()
+        followed = looked_at(mc.all_reduce(x, "dp", async_op=True), seen.append).then(lambda y: len(seen)).wait()
+        return len(seen), seen[0] is y, followed
+
+    with mc.use_mesh(mc.make_mesh(LINE)):
+        assert mc.launch(run, ranks=N) == [(2, True, 2)] * N

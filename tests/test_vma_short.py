@@ -294,12 +294,118 @@ def slices() -> list[Any]:
     return found
 
 
+def parameters_elsewhere() -> list[Any]:
+    """Two that take turns, changed out of sight in each way that counts no change, and in those that do."""
+    x = of("dp", 2, 2)
+    w, v = parameter(2, 2), parameter(2, 2)
+    big = torch.arange(16.0)
+
+    def resize() -> None:
+        w.untyped_storage().resize_(64)
+        w.data = w.data.new_zeros(0).set_(w.data.untyped_storage(), 1, (2, 2), (2, 1)).fill_(3.0)
+
+    changes: list[Callable[[], object]] = [
+        lambda: setattr(w, "data", big[1:5].view(2, 2)),
+        lambda: setattr(w, "data", big[5:9].view(2, 2)),  # of the same storage, at another place in it
+        lambda: setattr(w, "data", w.data.t()),
+        lambda: setattr(w, "data", w.data.expand(2, 2)[:, :1].expand(2, 2)),
+        lambda: setattr(w, "data", torch.full((2, 2), 5.0)),
+        resize,
+        lambda: setattr(w, "data", w.data.double()),
+        lambda: setattr(w, "data", w.data.view(torch.complex64) if w.is_complex() else w.data),
+        lambda: w.requires_grad_(False),
+        lambda: w.requires_grad_(),
+    ]
+    found: list[Any] = []
+    for change in changes:
+        for _ in range(3):
+            y, z = x * w, v * x
+        found += [y, z]
+        with torch._C.DisableTorchFunction():
+            change()
+        for _ in range(3):
+            y, z = x * w, v * x
+        leaves = [each for each in (w, v) if each.requires_grad]
+        found += [y, z, *torch.autograd.grad(y.sum() + z.sum(), leaves)]
+        with torch.no_grad():
+            found += [x * w, v * x]
+    return found
+
+
+def read_otherwise() -> list[Any]:
+    """The same bytes as another dtype, of two that take turns."""
+    x, found = of("dp").double(), []
+    w, v = (mc.mark_varying(torch.nn.Parameter(of(()).double() * i), ()) for i in (1, 2))
+    for dtype in (torch.float64, torch.complex64, torch.float64):
+        with torch._C.DisableTorchFunction():
+            w.data = w.data.view(dtype)
+        for _ in range(3):
+            y, z = x * w, v * x
+        assert y.is_complex() == (dtype is torch.complex64)
+        found += [y, z]
+    return found
+
+
+def set_in_place() -> list[Any]:
+    """What changes where a leaf lies and counts that: nobody knows what it is then."""
+    found: list[Any] = []
+    with torch.no_grad():
+        other = torch.arange(8.0)
+    for change in (
+        lambda w: w.set_(other[2:6]),
+        lambda w: w.t_(),
+        lambda w: w.squeeze_(0),
+        lambda w: w.as_strided_((4,), (0,)),
+        lambda w: w.mul_(2.0),
+    ):
+        x, w = of("dp"), parameter(1, 4)
+        for _ in range(6):
+            y = x * w
+        found.append(y)
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            change(w)
+        try:
+            found.append(x * w)
+        except mc.VaryingError as error:
+            found.append(str(error).split(" at ")[0])
+    return found
+
+
+def parameter(*shape: int) -> Tensor:
+    """Its pvarys are remembered for all of a check."""
+    return mc.mark_varying(torch.nn.Parameter(of((), *shape)), ())
+
+
+def several_at_once() -> list[Any]:
+    """Of one leaf, along one axis and along the other one, first and second, with and without a keyword; in a list and
+    behind a third argument; a part of it; and each changed in between.
+    """
+    x, y, z, w = of("dp"), of("tp"), of(("dp", "tp")), parameter()
+    met = x * of(())
+    found: list[Any] = []
+    for each in (x, y, z, met):
+        for _ in range(6):
+            one, two = each * w, w * each
+            cat, added = torch.cat([each, w]), torch.add(each, w, alpha=2.0)
+            far, part = torch.dist(each, w, 1.0), w[:2] * each[2:]
+        total = sum((out * out).sum() for out in (one, two, cat, added, far, part))
+        found += [one * 2.0, two, cat, added, far, part, *torch.autograd.grad(total, w)]
+    for _ in range(4):
+        for each in (x, y, z, met):
+            found += [each * w, w * each]
+        found += torch.autograd.grad(sum((out * out).sum() for out in found[-8:]), w)
+        with torch.no_grad():
+            w.mul_(0.5)
+    return found
+
+
 PROGRAMS: dict[str, Program] = {
     each.__name__.replace("_", " "): each
     for each in (
         written_between, another_place, another_dtype, by_another_thread, after_backward, several_axes, partly_varied, freed,
         another_leaf, without_grad, lists, three_operands, more_arguments, keywords, in_place_again, parts_written,
-        slices, a_leaf_out_of_sight, changed_out_of_sight,
+        slices, a_leaf_out_of_sight, changed_out_of_sight, parameters_elsewhere, read_otherwise, set_in_place,
+        several_at_once,
     )
 }  # fmt: skip
 

@@ -27,7 +27,7 @@ from meshcomm.runtime.hooks.ranges import calling
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then, then_all
 from meshcomm.runtime.transports.protocol import Link
-from meshcomm.watch import here
+from meshcomm.watch import by_name, here
 from meshcomm.work import Kind, Limit, begun, kind_of
 
 
@@ -101,17 +101,15 @@ def aside(fn: Callable[..., Any], /, *args: Any) -> Any:
     """A call of ``fn``, a public collective, that is watched or has a time-out: by who watches, or with a Limit in
     place of ``async_op``. Each of the two calls ``fn`` again without itself. ``args``: all, as ``fn`` has them.
     """
-    given = dict(zip(fn.__code__.co_varnames, args, strict=False))
-    if here.watcher is None:
-        given["async_op"] = Limit(fn.__name__, given.pop("timeout"), given["async_op"])
-        told.waits = True
-        try:
-            return fn(**given)
-        finally:
-            told.waits = False
-    if "x" not in given:
-        return here.watcher.made(fn, given["axis"], given["mesh"], **given)
-    return here.watcher.collective(fn, given.pop("x"), given.pop("axis"), **given)
+    if here.watcher is not None:
+        return here.watcher.called(fn, args)
+    given = by_name(fn, args)
+    given["async_op"] = Limit(fn.__name__, given.pop("timeout"), given["async_op"])
+    told.waits = True
+    try:
+        return fn(**given)
+    finally:
+        told.waits = False
 
 
 def carried(

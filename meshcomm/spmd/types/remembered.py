@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -14,10 +15,14 @@ _LATELY = 64
 """How many values a pvary is remembered for until the next backward; parameters are remembered all the time."""
 
 
+def _nowhere(x: Tensor) -> bool:
+    return False
+
+
 class Varied:
     """What pvary made of a tensor, by axes."""
 
-    __slots__ = ("by", "newest", "node", "version", "wrapped", "x")
+    __slots__ = ("again", "by", "dtype", "lies_as", "newest", "node", "varied", "version", "wrapped", "x")
 
     def __init__(self, x: Tensor) -> None:
         self.x, self.version, self.node = x, version(x), x.grad_fn
@@ -26,6 +31,13 @@ class Varied:
         """Some of it was made under a transform of torch.func, which may have ended."""
         self.newest = False
         """None is to be forgotten later."""
+        self.again: frozenset[str] | None = None
+        """The axes of the one that was asked for last, ``varied``, if ``x`` is a leaf and nothing was wrapped."""
+        self.varied: Tensor | None = None
+        self.dtype: torch.dtype | None = None
+        """Of that one."""
+        self.lies_as: Callable[[Tensor], bool] = _nowhere
+        """Whether a tensor has the memory of that one, in the same way."""
 
 
 class Remembered:

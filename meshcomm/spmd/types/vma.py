@@ -50,8 +50,7 @@ class Type(Note):
         self.since = since
         self.ended = ended or {}
         """Where it was made invariant, by axis."""
-        axes = frozenset(since)
-        self.axes = _axes.setdefault(axes, axes)
+        self.axes = one_of(frozenset(since))
         """One object for all types with these."""
         sort = self.axes, frozenset(self.ended)
         self.sort = _sorts.setdefault(sort, sort)
@@ -115,6 +114,12 @@ class Type(Note):
 _Sort = tuple[frozenset[str], frozenset[str]]
 _sorts: dict[_Sort, _Sort] = {}
 _axes: dict[frozenset[str], frozenset[str]] = {}
+
+
+def one_of(axes: frozenset[str]) -> frozenset[str]:
+    """One object for all that are equal: who compares them need not look inside."""
+    return _axes.setdefault(axes, axes)
+
 
 INVARIANT = Type({}, plain=True, grid=ANYWHERE)
 

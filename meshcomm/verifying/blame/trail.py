@@ -26,7 +26,7 @@ from meshcomm.runtime.callsite import call_site, is_ours
 from meshcomm.runtime.ops import ops
 from meshcomm.verifying.blame.partings import Issued
 from meshcomm.verifying.meshes import axes_of
-from meshcomm.watch import watched_by
+from meshcomm.watch import told_of_call, watched_by
 from meshcomm.work import Work
 
 _MOST = 4000
@@ -248,6 +248,10 @@ class Trail(TorchFunctionMode):
             self._quiet = False
 
     # ---------------------------------------------------------------------------------- what a watcher is told
+
+    def called(self, fn: Any, args: tuple[Any, ...], /) -> Any:
+        """Call it."""
+        return told_of_call(self, fn, args)
 
     def collective(self, fn: Any, x: Any, axis: Any, /, *args: Any, mesh: Any, **kwargs: Any) -> Any:
         """Call it, and note what it gives."""

@@ -5,23 +5,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
-from typing import Any
+from types import CodeType, FrameType, FunctionType, MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from meshcomm._torch import (
+    functorch_active,
     tree_flatten,
     tree_unflatten,
     without_modes,
 )
-from meshcomm.axis import AxisName
+from meshcomm.axis import AxisName, axes_in
 from meshcomm.collectives import check
 from meshcomm.errors import fail, names
 from meshcomm.layout.notation import parse_arrow
-from meshcomm.mesh import Mesh
-from meshcomm.runtime.callsite import call_site, outermost, site_of
+from meshcomm.mesh import Mesh, current_mesh
+from meshcomm.runtime.callsite import call_site, known_files, outermost, site_of
 from meshcomm.runtime.ops import Op, ops
 from meshcomm.spmd.types.core import Core
 from meshcomm.spmd.types.grids import grid_of
@@ -31,23 +33,128 @@ from meshcomm.spmd.types.rules.operands import (
     gather,
     text_of,
 )
+from meshcomm.spmd.types.seen_changes import NOTED_AT
 from meshcomm.spmd.types.sizes.ragged import collected, differing, fresh, note_ragged, ragged_of
 from meshcomm.spmd.types.sizes.varying_numbers import Varying, made, plain
 from meshcomm.spmd.types.vma import (
     INVARIANT,
+    NAME,
     Origin,
     Type,
     join,
+    nothing_wider_in,
+    one_of,
+    writes,
 )
-from meshcomm.watch import here
+from meshcomm.watch import by_name, here, told_of_call
 from meshcomm.work import Work, looked_at
 
 _MOST = 1024
 """Types of results that are remembered."""
 
 
+class _Way:
+    """How a public collective is called with all its arguments in order."""
+
+    __slots__ = ("cuts", "mesh", "op", "run")
+
+    def __init__(self, fn: Any) -> None:
+        code = fn.__code__
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        self.op = ops[fn.__name__]
+        self.mesh = names.index("mesh")
+        """Which one of them is the mesh."""
+        self.cuts = tuple(map(names.index, self.op.cuts)) if names[:2] == ("x", "axis") else None
+        """Which ones say what is this rank's own size; None: it does not begin with a tensor and an axis."""
+        in_order = code.replace(co_argcount=len(names), co_kwonlyargcount=0)
+        self.run = FunctionType(in_order, fn.__globals__, fn.__name__, None, fn.__closure__)
+        """It, with none of them by name: to give them so takes as long as all else here."""
+
+
+class _Given(NamedTuple):
+    """What a collective makes of what is of some type, where it is called by one instruction."""
+
+    kind: Type
+    origin: Origin
+    code: CodeType
+    """That of the instruction: as long as it is held, no other one has its id."""
+    fits: bool
+    """It takes what is of that type as it is."""
+
+
+_ways: dict[Any, _Way] = {}
+_axes_in: dict[AxisName, frozenset[str]] = {}
+"""By what an axis is called."""
+
+
 class Collectives(Core):
     """Calls the public collectives, and the functions whose types stand in a string of layouts."""
+
+    def called(self, fn: Any, args: tuple[Any, ...], /) -> Any:
+        """Call a public collective, of which these are all arguments in order. Where it was called before with a tensor
+        of this type, which it takes as it is, nothing is looked at but what may have changed.
+        """
+        way = _ways.get(fn)
+        if way is None:
+            way = _ways[fn] = _Way(fn)
+        x, mesh = args[0], args[way.mesh]
+        if mesh is None and (mesh := current_mesh()) is self.mesh:
+            args = *args[: way.mesh], mesh, *args[way.mesh + 1 :]
+        if (
+            way.cuts is None
+            or ((sort := type(x)) is not Tensor and sort is not Parameter)
+            or mesh is not self.mesh
+            or made.any
+            or functorch_active()
+        ):
+            return told_of_call(self, fn, args)
+        for i in way.cuts:
+            if args[i] is not None:
+                return told_of_call(self, fn, args)
+        op, grid, outer = way.op, self.grid, None
+        kind: Any = getattr(x, NAME, None)
+        axes: Any = _axes_in.get(mesh.axis(args[1], op.name).name)
+        known, frame = known_files, sys._getframe(2)  # that of the public function
+        while known[(code := frame.f_code).co_filename] and (outer := frame.f_back) is not None:
+            frame = outer  # as `outermost` does it
+        found = grid.given.get((kind, op, axes, id(code), frame.f_lasti))
+        del frame, outer  # as long as it runs, nothing holds the user's variables
+        if found is None or not found.fits:
+            return told_of_call(self, fn, args)
+        here.watcher = None  # as `_apart` does it, which takes longer
+        try:
+            with without_modes():
+                try:
+                    at = x._version
+                except RuntimeError:  # an inference tensor does not count
+                    at = 0
+                if (at and at != getattr(x, NOTED_AT, 0)) or (
+                    writes.any and not grid.written <= kind.axes and not nothing_wider_in(x, kind, grid)
+                ):
+                    given = by_name(fn, args, 2)
+                    return self._collective(fn, x, args[1], (), given.pop("mesh"), given)
+                result = way.run(*args)
+                if isinstance(result, Work):
+                    return looked_at(result, partial(self._note_one, op, found, axes, x))
+                self._note_one(op, found, axes, x, result)
+                return result
+        finally:
+            here.watcher = self  # type: ignore[assignment]
+
+    def _note_one(self, op: Op, found: _Given, axes: frozenset[str], x: Tensor, y: Any) -> None:
+        """Note the type of what a collective has made of ``x``."""
+        if type(y) is not Tensor or made.any or y._base is not None:
+            self._note_given(op, (found.kind,), found.origin, axes, (x,), {}, y)
+            return
+        if self._known:
+            self._known.pop(id(y), None)
+        kind = found.kind
+        y._meshcomm_type = kind if kind.plain != y.requires_grad else kind.seen(kind.plain)  # type: ignore[attr-defined]
+        try:  # as note does it
+            if at := y._version:
+                y._meshcomm_version = at  # type: ignore[attr-defined]
+        except RuntimeError:
+            pass
 
     def collective(self, fn: Any, x: Any, axis: AxisName, /, *args: Any, mesh: Mesh | None, **kwargs: Any) -> Any:
         """Call a public collective."""
@@ -119,7 +226,10 @@ class Collectives(Core):
         along = check.axis_of(name, axis, mesh)
         if along.mesh is not self.mesh:
             self._same_mesh(name, along.mesh)
-        return frozenset((along.name,) if isinstance(along.name, str) else along.name)
+        found = _axes_in.get(along.name)
+        if found is None:
+            found = _axes_in[along.name] = one_of(frozenset(axes_in(along.name)))
+        return found
 
     def _same_mesh(self, name: str, mesh: Mesh) -> None:
         if grid_of(mesh) is not self.grid:
@@ -142,17 +252,17 @@ class Collectives(Core):
     ) -> Any:
         """What a collective gives, with its types noted."""
         frame = outermost(sys._getframe(2))  # no user's function is called between it and this one
-        place = op.name, axes, id(frame.f_code), frame.f_lasti
+        place = op, axes, id(frame.f_code), frame.f_lasti
         known, given = self.grid.given, []
         for kind in kinds or (INVARIANT,):
-            found = known.get((kind, place))
+            key = kind, *place
+            found = known.get(key)
             if found is None:  # remembered by the instruction, for types say where they come from
                 if len(known) >= _MOST:
                     known.clear()
-                origin = Origin(op.name, site_of(frame))
-                found = known[kind, place] = _gives(op, kind, axes, self._all, origin), origin, frame.f_code
-            given.append(found[0])
-            origin = found[1]
+                found = known[key] = _given_of(op, kind, axes, self._all, frame)
+            given.append(found.kind)
+            origin = found.origin
         del frame  # what is noted later must not hold the user's variables
         if isinstance(result, Work):
             return looked_at(result, partial(self._note_given, op, given, origin, axes, of, named))
@@ -307,6 +417,12 @@ def _of_layouts(fn: Any, layouts: str, operands: Sequence[Tensor], mesh: Mesh | 
     if fn.__name__ == "reshard":
         return fn(*operands, layouts, mesh=mesh, **kwargs)
     return fn(layouts, *operands, mesh=mesh, **kwargs)
+
+
+def _given_of(op: Op, kind: Type, axes: frozenset[str], everything: frozenset[str], frame: FrameType) -> _Given:
+    origin = Origin(op.name, site_of(frame))
+    fits = kind.axes.isdisjoint(axes) if op.takes == "I" else axes <= kind.axes
+    return _Given(_gives(op, kind, axes, everything, origin), origin, frame.f_code, fits)
 
 
 def _gives(op: Op, kind: Type, axes: frozenset[str], everything: frozenset[str], origin: Origin) -> Type:

@@ -13,7 +13,7 @@ from meshcomm.spmd.types.grids import ANY, Grid, wrote
 from meshcomm.spmd.types.rules.operands import SIMPLE
 from meshcomm.spmd.types.rules.torch_rules import COMPUTES, Kind
 from meshcomm.spmd.types.seen_changes import NOTED_AT
-from meshcomm.spmd.types.vma import NAME, Type
+from meshcomm.spmd.types.vma import NAME, Type, one_of
 
 Args = tuple[Any, ...]
 SEVERAL = frozenset((list, tuple))
@@ -29,7 +29,9 @@ _MOST = 4096
 class Short:
     """How an operation is seen on operands of these types, one to three, beside simple values."""
 
-    __slots__ = ("graph", "in_place", "lacks", "mark", "name", "narrow", "one_kernel", "whole", "within")
+    __slots__ = (
+        "graph", "in_place", "lacks", "mark", "name", "narrow", "one_kernel", "varies", "whole", "within",
+    )  # fmt: skip
 
     def __init__(self, kind: Kind, types: Sequence[Type], whole: Type | None, grid: Grid) -> None:
         self.name, self.one_kernel, self.in_place = kind.name, kind.one_kernel, kind.way is COMPUTES
@@ -44,13 +46,16 @@ class Short:
         """When that was last found to be so."""
         self.lacks: frozenset[str] | None = None
         """The axes along which an operand is to be varied, if it has a gradient: some of them, if there are several."""
+        self.varies = False
+        """One of two lacks axes, and nothing is to be asked of what the two give."""
         self.narrow = 0
         """Which one of two; -1: it is none of two, or more than one may be."""
         uneven = [each.axes for each in types if each.axes is not types[0].axes]
         if self.graph and uneven and not self.in_place:
             first, second = types[0].axes, uneven[0]
             self.narrow = -1 if len(types) > 2 or not (first < second or second < first) else int(second < first)
-            self.lacks = first ^ second
+            self.lacks = one_of(first ^ second)
+            self.varies = self.one_kernel and self.narrow >= 0
 
 
 class Shorts:
