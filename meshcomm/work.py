@@ -143,7 +143,7 @@ class Work(Generic[T]):
             waited = 0.0 if timeout is None else time.monotonic() - began
             raise CommError(self._late(waited, str(late))) from None
         except Exception as error:
-            self._error, self._over, self._source = error, True, None
+            self._error, self._over, self._source, self._look = error, True, None, None
             raise
         finally:
             if lock is not None:
