@@ -216,6 +216,23 @@ def test_parameters_are_remembered_for_long() -> None:
     assert counted(run) == 1
 
 
+def test_a_pvary_of_where_a_leaf_lay_before_is_not_kept() -> None:
+    def run() -> Any:
+        checker = watch.here.watcher
+        assert isinstance(checker, Checker)
+        x, w = own(), mc.mark_varying(nn.Parameter(weight()[:2]), ())
+        for _ in range(5):
+            x * w
+        before = weakref.ref(checker._pvaried[id(w)].by[V])
+        assert before() is not None
+        w.data = zeros(2, 3)
+        x * w
+        gc.collect()
+        return before()
+
+    assert on_ranks(run) == [None] * N
+
+
 def test_nothing_is_kept() -> None:
     def run() -> Any:
         checker = watch.here.watcher
