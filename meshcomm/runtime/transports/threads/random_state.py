@@ -16,6 +16,7 @@ from meshcomm.runtime.transports.threads import numpy_state, twister
 from meshcomm.runtime.transports.threads.twister import OWN
 
 _MASK = (1 << 64) - 1
+_ALL = slice(None)
 
 
 def mixed(seed: int, index: int) -> int:
@@ -63,7 +64,7 @@ class RandomState:
         if own is None or cells is None or others is None:
             self._own = twister.take(own)
         else:  # as `take` does it, without its call, which takes as long
-            own[0][:], own[1][:], own[2] = cells, others, OWN.gauss_next  # type: ignore[attr-defined]
+            own[0][_ALL], own[1][_ALL], own[2] = cells, others, OWN.gauss_next  # type: ignore[attr-defined]
         if (module := _numpy) is not None:
             self._numpy = module.get_bit_generator()
             if (kept := _kept_by_numpy) is None:
@@ -88,7 +89,7 @@ class RandomState:
         elif cells is None or others is None:
             twister.put(own)
         else:
-            cells[:], others[:], OWN.gauss_next = own  # type: ignore[attr-defined]
+            cells[_ALL], others[_ALL], OWN.gauss_next = own  # type: ignore[attr-defined]
         if (module := _numpy) is not None:
             self.load_numpy(module)
         if self._accelerator is not None:
