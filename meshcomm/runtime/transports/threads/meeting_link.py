@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
-from threading import get_ident
+from collections.abc import Callable, Iterator, Mapping
 from time import monotonic
 from types import CodeType
 from typing import Any, NamedTuple
@@ -31,6 +30,7 @@ Compute = Callable[..., list[Any]]
 _UNKNOWN = Call("a collective")
 _KEPT = 64
 """How many calls a link knows again."""
+_NO_MORE: Mapping[str, Any] = {}
 
 
 class Known(NamedTuple):
@@ -124,17 +124,55 @@ class MeetingLink(Defaults):
             self._rank.world.look_away(self._rank)
         return what.over
 
-    def _known(self, moved: tuple[Any, ...] = (), said: Any = None, skip: int = 2) -> Known:
-        """The call that is made now. ``moved``: what the primitive sees of it and must be equal on all ranks; ``said``:
-        what it belongs to, if this thread was not told. ``skip``: the frames down to one that may be the user's.
+    def _seen(self, **seen: Any) -> Known:
+        """The call that is made now, where hardly one is like another one."""
+        announced = _call_of(told.call)
+        if local.rank is not self._rank:
+            self.check_rank(announced.what)
+        self._rank.world.check()
+        self._rank.world.idle = 0
+        self.log.call = call = announced.here(skip=3, **seen)
+        return Known(announced, (), False, call, _op_of(call), None, None)
 
-        It is the same object for the same call from the same place: what is remembered of a rank's calls is little, for
-        that of all ranks together shall fit into a processor's memory.
+    def _remember(self, key: tuple[Any, ...], code: CodeType, seen: Mapping[str, Any]) -> Known:
+        """The call that is made now, the same object for the same call from the same place: what is remembered of a
+        rank's calls is little, for that of all ranks together shall fit into a processor's memory.
         """
-        said = said or told.call or _UNKNOWN
-        if local.rank is not (rank := self._rank):
-            self.check_rank(_call_of(said).what)
+        said, moved, backward, spot = key
+        known = self._calls.get(key)
+        if known is None:
+            call = _call_of(said).here(**(seen or {"moved": moved}), skip=3)
+            if len(self._calls) >= _KEPT:
+                self._calls.clear()
+                self._latest.clear()
+            known = Known(said, moved, backward, call, _op_of(call), self._circle.one(call), code)
+            self._calls[key] = known
+        self._latest[spot] = known
+        return known
+
+    def _meet(
+        self,
+        moved: tuple[Any, ...],
+        given: Any,
+        compute: Compute,
+        args: tuple[Any, ...] = (),
+        said: Any = None,
+        skip: int = 2,
+        seen: Mapping[str, Any] = _NO_MORE,
+    ) -> Any:
+        """Wait for all ranks of the group, or leave a seat to wait later; the last one to come computes everybody's
+        result: ``compute(*args, given)`` of what all have given. Here is, in one function, the way of nearly every
+        call: it was made before, all that have come have called the same, and each waits at once.
+
+        ``moved``: what the primitive sees of it and must be equal on all ranks; ``said``: what it belongs to, if this
+        thread was not told; ``skip``: the frames down to one that may be the user's; ``seen``: what else the call says
+        in place of ``moved``, which decides it.
+        """
+        rank, log = self._rank, self.log
         world = rank.world
+        said = said or told.call or _UNKNOWN
+        if local.rank is not rank:
+            self.check_rank(_call_of(said).what)
         if world.watchful or world.cancelled or world.written:
             world.check()
         world.idle = 0
@@ -144,49 +182,18 @@ class MeetingLink(Defaults):
         backward, spot = backward_pass() != -1, (id(code), frame.f_lasti)
         known = self._latest.get(spot)  # most lines make one call
         if known is None or known[0] != said or known[1] != moved or known[2] is not backward:
-            known = self._calls.get((said, moved, backward, spot))
-            if known is None:
-                call = _call_of(said).here(moved, skip=3)
-                if len(self._calls) >= _KEPT:
-                    self._calls.clear()
-                    self._latest.clear()
-                known = Known(said, moved, backward, call, _op_of(call), self._circle.one(call), code)
-                self._calls[said, moved, backward, spot] = known
-            self._latest[spot] = known
-        self.log.call = known.call
-        return known
-
-    def _seen(self, **seen: Any) -> Known:
-        """The same, where hardly a call is like another one."""
-        announced = _call_of(told.call)
-        if local.rank is not self._rank:
-            self.check_rank(announced.what)
-        self._rank.world.check()
-        self._rank.world.idle = 0
-        self.log.call = call = announced.here(skip=3, **seen)
-        return Known(announced, (), False, call, _op_of(call), None, None)
-
-    def _meet(self, known: Known, given: Any, compute: Compute, *args: Any) -> Any:
-        """Wait for all ranks of the group, or leave a seat to wait later; the last one to come computes everybody's
-        result: ``compute(*args, given)`` of what all have given. Here is the way of nearly every call: all that have
-        come have called the same, and each waits at once.
-        """
+            known = self._remember((said, moved, backward, spot), code, seen)
+        _, _, _, call, op, alike, _ = known
         circle, index = self._circle, self.index
         counts, meetings = circle.counts, circle.meetings
-        _, _, _, call, op, alike, _ = known
         meeting = meetings.get(seat := counts[index])
         if meeting is None:
             meeting = meetings[seat] = Meeting(self.size)
             meeting.alike = alike
-        if alike is None or meeting.alike is not alike or meeting.odd or meeting.over or told.later or circle.rolls:
-            meeting, mine = self._come(counts, meetings, known, given, compute, args)
-            if not told.later:
-                return self._take(meeting, mine)
-            mine.record[THREAD] = 0
-            return _Seat(self, meeting, mine)
-        rank, log = self._rank, self.log
+        if alike is None or meeting.alike is not alike or told.later or circle.rolls:
+            return self._meet_unlike(known, given, compute, args)
         record: Record = [  # as `Log.begin` makes it, without its call
-            log.number(), call.what, op, call.dtype, call.shape, monotonic(), None, call, -1, get_ident()
+            log.number(), call.what, op, call.dtype, call.shape, monotonic(), None, call, -1, rank.thread
         ]  # fmt: skip
         log.records.append(record)
         mine = tuple.__new__(Came, (rank, index, call, record))  # half of what its own way costs
@@ -196,15 +203,27 @@ class MeetingLink(Defaults):
         if count == self.size:
             del meetings[seat]
             self._compute(meeting, call, compute, args)
-            self._wake_all(meeting)
+            world.wake(*meeting.waiting)
+            meeting.waiting = []
         else:
             meeting.waiting.append(rank)
-            rank.world.wait(rank, mine, None, meeting.fail)
+            world.wait(rank, mine, None, meeting.fail)
         if meeting.results is None:
             return self._take(meeting, mine)
         record[ENDED] = monotonic()
         result, meeting.results[index] = meeting.results[index], None
         return result
+
+    def _meet_unlike(self, known: Known, given: Any, compute: Compute, args: tuple[Any, ...] = ()) -> Any:
+        """The same of any call: one that is compared with those of the others, that is waited for later, or for which
+        somebody has given up.
+        """
+        circle = self._circle
+        meeting, mine = self._come(circle.counts, circle.meetings, known, given, compute, args)
+        if not told.later:
+            return self._take(meeting, mine)
+        mine.record[THREAD] = 0
+        return _Seat(self, meeting, mine)
 
     def _come(
         self,
@@ -216,6 +235,7 @@ class MeetingLink(Defaults):
         args: tuple[Any, ...] = (),
     ) -> tuple[Meeting, Came]:
         _, _, _, call, op, alike, _ = known
+        self.log.call = call
         record = self.log.begin(call.what, op, call.dtype, call.shape)
         mine = Came(self._rank, self.index, call, record)
         meeting = self._sit(counts, meetings)
@@ -225,7 +245,7 @@ class MeetingLink(Defaults):
             meeting.came.append(mine)
             meeting.inputs[self.index] = given
             all_here = meeting.count == self.size
-            if (alike is None or alike is not meeting.alike or meeting.odd) and meeting.differs(call, all_here):
+            if (alike is None or alike is not meeting.alike) and meeting.differs(call, all_here):
                 meeting.fail(meeting.report())
             elif all_here:
                 self._compute(meeting, call, compute, args)

@@ -96,6 +96,7 @@ class Rank:
         self.turn.acquire()
         self.random = random
         self.settings: Settings = ()
+        self.thread = 0  # its number
         self.waits_for: Waited | None = None
         self.patience: float | None = None  # seconds, where it does not wait for ever
         self.timed_out = False
@@ -412,6 +413,7 @@ class World:
         settings made it: what a thread inherits, such as its core and its signal mask, no rank has changed yet.
         """
         local.rank = rank
+        rank.thread = threading.get_ident()
         try:
             if rank is self.ranks[-1]:
                 let_others_finish()
