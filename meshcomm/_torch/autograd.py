@@ -23,6 +23,7 @@ __all__ = [
     "hooks_nodes",
     "keeps_tensors",
     "leaves_of_graph",
+    "make_graphs",
     "nodes_of_graph",
     "not_users",
     "plain_apply",
@@ -73,6 +74,11 @@ functorch_active: Callable[[], bool] = find(
     "torch._C._are_functorch_transforms_active", "every collective takes some µs longer", _functorch_refuses
 )
 """Whether a torch.func transform is active."""
+
+make_graphs: Callable[[bool], object] = find(
+    "torch._C._set_grad_enabled", "each meeting of ranks of one process takes a µs longer", torch.set_grad_enabled
+)
+"""Switch grad mode on or off."""
 
 
 _PLAIN = "torch.autograd.function._SingleLevelFunction"

@@ -83,6 +83,11 @@ class OwnState(RandomState):
         super().save()
         self._values = [slot.read() for slot in self._slots]
 
+    def give_way(self, other: RandomState) -> None:
+        """The same of both."""
+        self.save()
+        other.load()
+
     def load(self) -> None:
         """Make the random state and what stands in the modules the ones that are seen."""
         super().load()

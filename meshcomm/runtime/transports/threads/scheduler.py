@@ -110,21 +110,42 @@ class Rank:
         self.axes: dict[Any, Any] = {}  # of the meshes that this rank uses
         self.made: dict[Any, int] = {}  # how many meshes of a kind
 
-    def load(self) -> None:
-        """It goes on: put its random state back, and exchange with the rank that ran before the settings of which a
-        process has one.
+    def give_way(self, other: Rank) -> None:
+        """``other`` goes on: keep the random state and the settings of which a process has one, and put its own in
+        their place. This is done on the thread of this one, at once; but what a thread has of an accelerator is its
+        own.
         """
         world = self.world
-        if world.streams is not None:
-            world.streams.enter()
-        self.random.load()
-        before, found = world.in_place, settings_now()
-        known = before.settings
+        if world.streams is None:
+            self.random.give_way(other.random)
+        else:
+            self.random.save()
+            world.streams.leave()
+        found, known = settings_now(), self.settings
         if not (found[0] is known[0] and found[4] is known[4] and found[5] is known[5] and found == known):  # alike
-            before.settings = known = found
-        world.in_place, mine = self, self.settings
+            self.settings = known = found
+        mine = other.settings
         if mine is not known and not alike(mine, known):
             settle(mine, known)
+        world.in_place = other
+
+    def begin(self) -> None:
+        """It begins, on its thread: with its random state and its settings, unless they are there."""
+        world = self.world
+        if world.streams is not None:
+            world.streams.begin()
+            self.go_on()
+        elif world.in_place is not self:
+            self.random.load()
+        if world.in_place is not self:
+            settle(self.settings, settings_now())
+            world.in_place = self
+
+    def go_on(self) -> None:
+        """It goes on, on its thread: with what that has of an accelerator."""
+        if self.world.streams is not None:
+            self.world.streams.enter()
+            self.random.load()
 
     def describe(self) -> str:
         """A line for a report."""
@@ -375,12 +396,11 @@ class World:
         if after is rank:
             return
         assert after is not None
-        rank.random.save()
-        if self.streams is not None:
-            self.streams.leave()
+        rank.give_way(after)
         after.turn.release()
         rank.turn.acquire()
-        rank.load()
+        if self.streams is not None:
+            rank.go_on()
 
     def _next(self) -> Rank | None:
         """Who runs next; when nobody can, everybody who waits is told."""
@@ -423,9 +443,7 @@ class World:
         except BaseException as error:  # no more threads are to be had: those that run end, this one first
             rank.error, self.cancelled = error, True
             self._ready = deque(self.ranks[rank.index + 1 :])
-        if self.streams is not None:
-            self.streams.begin()
-        rank.load()
+        rank.begin()
         try:
             with modes():
                 for setup in setups:
@@ -438,10 +456,12 @@ class World:
         except BaseException as error:  # raised again in the caller
             rank.error, self.cancelled = error, True
         rank.over = True
-        if self.streams is not None:
-            self.streams.leave()
         self.idle = 0
         after = self._next()
+        if after is not None:
+            rank.give_way(after)
+        elif self.streams is not None:
+            self.streams.leave()
         self._is_at_end = after is None
         (self._ended if after is None else after.turn).release()
 

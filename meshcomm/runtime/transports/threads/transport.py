@@ -40,15 +40,7 @@ class InProcessLink(MeetingLink):
 
     def sum_told(self, x: Tensor, said: tuple[Any, ...]) -> Tensor:
         """The same of a sum that is all of a call, which is said here."""
-        if self._rank.world.watchful:  # others ask this thread what it calls
-            before, told.call = told.call, said
-            try:
-                return self.all_reduce(x, "sum")
-            finally:
-                told.call = before
-        moved = said[2], said[3], "sum"
-        result: Tensor = self._meet(moved, x, results.reduced, _SUM, said, 3)  # who calls this is no user
-        return result
+        return self._meet(None, x, results.reduced, _SUM, said, 4)  # type: ignore[no-any-return]
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Stacked in order of index."""
@@ -70,15 +62,14 @@ class InProcessLink(MeetingLink):
 
     def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
         """Runs handed over; what one sends must be what the other expects."""
-        known = self._seen(moved=(x.dtype,), send=tuple(send), recv=tuple(recv))
-        result: Tensor = self._meet_unlike(known, (x, send, recv), results.swapped)
+        call = self._seen(moved=(x.dtype,), send=tuple(send), recv=tuple(recv))
+        result: Tensor = self._meet_unlike(call, (x, send, recv), results.swapped)
         return result
 
     def swap_flat(self, x: Tensor) -> Any:
         """The same of equal runs."""
         runs = (x.numel() // self.size,) * self.size
-        seen = {"moved": (x.dtype,), "send": runs, "recv": runs}
-        return self._meet((x.dtype, runs), (x, runs, runs), results.swapped_flat, seen=seen)
+        return self._meet((x.dtype, runs), (x, runs, runs), results.swapped_flat, runs=True)
 
     def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
         """Every rank takes what its source has brought."""
@@ -144,7 +135,7 @@ class InProcessLink(MeetingLink):
         return batch.received()
 
     def _offer_all(self, posts: Sequence[Post], wants: Sequence[Want]) -> Batch:
-        call = self._seen(messages=messages_of(posts, wants)).call
+        self.log.call = call = self._seen(messages=messages_of(posts, wants))
         batch = Batch(self._rank, call, self.log.message(posts, wants), len(posts) + len(wants))
         for x, dst, tag in posts:
             self._offer((self.index, dst, tag), Message(batch, dtypes.plain(x.detach()), tuple(x.shape), x.dtype))
