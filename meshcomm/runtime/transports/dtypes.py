@@ -8,6 +8,7 @@ integers widened, floats under max and min as integers of the same order, in whi
 from __future__ import annotations
 
 import math
+import operator
 import struct
 import sys
 from collections.abc import Callable, Sequence
@@ -288,9 +289,10 @@ def _tree(step: Callable[..., Tensor], xs: Sequence[Tensor], out: Tensor | None)
         return step(left, right, out=left)
 
     join: Callable[[Tensor, Tensor], Tensor] = Tensor.add_ if step is torch.add else into
+    new = operator.add if step is torch.add else step  # the same, whose arguments take less time
     totals: list[Tensor] = []  # of the blocks so far, the greatest first
     for i in range(0, len(xs) - 1, 2):
-        total = step(xs[i], xs[i + 1]) if out is None or i else step(xs[i], xs[i + 1], out=out)
+        total = new(xs[i], xs[i + 1]) if out is None or i else step(xs[i], xs[i + 1], out=out)
         pairs = i // 2 + 1
         while not pairs & 1:  # as many before these: together they are a block
             total, pairs = join(totals.pop(), total), pairs >> 1

@@ -343,7 +343,14 @@ class World:
         """
         rank.waits_for, rank.patience, rank.gives_up, rank.last = waits_for, timeout, gives_up, last
         rank.overtaken = 0.0
-        self._hand_over(rank)
+        ready = self._ready  # as `_hand_over` does it, without its call
+        after = ready.popleft() if ready and not self.cancelled else self._next()
+        if after is not rank and after is not None:
+            rank.give_way(after)
+            after.turn.release()
+            rank.turn.acquire()
+            if self.streams is not None:
+                rank.go_on()
         if self.watchful or self.cancelled or self.written:
             self.check()
         if rank.fault is not None:

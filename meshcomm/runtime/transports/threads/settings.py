@@ -20,8 +20,8 @@ from meshcomm._torch.settings import settings_of_torch, settle_torch, without_le
 Settings = tuple[Any, ...]
 """The filters of warnings and who shows them, where is written to, and torch's."""
 
-_warnings: Any = warnings
-_logging: Any = logging
+_warnings: Any = vars(warnings)
+_logging: Any = vars(logging)
 _SHOWS = "_showwarnmsg_impl"
 """Who is handed a warning, which ``catch_warnings`` exchanges together with the two that have a public name."""
 _CAPTURED = "_warnings_showwarning"
@@ -33,11 +33,11 @@ def settings_now() -> Settings:
     """What they are."""
     try:
         return (
-            _warnings.filters, _warnings.showwarning, _warnings._showwarnmsg_impl, _logging._warnings_showwarning,
+            warnings.filters, warnings.showwarning, _warnings[_SHOWS], _logging[_CAPTURED],
             sys.stdout, sys.stderr, settings_of_torch(),
         )  # fmt: skip
-    except AttributeError:  # somebody may have taken a stream away
-        shows = warnings.filters, warnings.showwarning, vars(warnings)[_SHOWS], vars(logging).get(_CAPTURED)
+    except (AttributeError, KeyError):  # somebody may have taken a stream away
+        shows = warnings.filters, warnings.showwarning, _warnings[_SHOWS], _logging.get(_CAPTURED)
         return *shows, getattr(sys, "stdout", None), getattr(sys, "stderr", None), settings_of_torch()
 
 
@@ -63,7 +63,7 @@ def settle(wanted: Settings, found: Settings) -> None:
 
 
 def _settle_warnings(filters: Any, shown: Any, shows: Any, captured: Any) -> None:
-    vars(logging)[_CAPTURED] = captured
-    vars(warnings).update({"filters": filters, "showwarning": shown, _SHOWS: shows})
+    _logging[_CAPTURED] = captured
+    _warnings.update({"filters": filters, "showwarning": shown, _SHOWS: shows})
     with warnings.catch_warnings():  # says that filters have changed: what was shown once is known until then
         pass
