@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshcomm._torch.transforms import function_modes
+
 
 @cache
 def module() -> ModuleType | None:
@@ -31,6 +33,14 @@ def in_use() -> ModuleType | None:
     return found if begun is None or begun() else None
 
 
+def default_device() -> torch.device:
+    """torch's, without its looking for it where nobody has set one."""
+    return torch.get_default_device() if function_modes() else _CPU
+
+
+_CPU = torch.device("cpu")
+
+
 @cache
 def _casting(default: str) -> tuple[str, ...]:
     found = None if module() is None else torch.accelerator.current_accelerator()
@@ -40,7 +50,7 @@ def _casting(default: str) -> tuple[str, ...]:
 
 def casts() -> list[tuple[str, torch.dtype, bool]]:
     """Of each kind of device that computes here: to what autocast casts for it, and whether it does."""
-    kinds = _casting(torch.get_default_device().type)
+    kinds = _casting(default_device().type)
     return [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
 
 

@@ -102,12 +102,12 @@ class Modes:
     def __init__(self) -> None:
         self.grad = torch.is_grad_enabled()
         self.transformed = functorch_active() or dual_level_open()
-        self.device = torch.get_default_device()
+        self.device = accelerator.default_device()
         self.casts = accelerator.casts()
 
     def missing(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
         """What brings back the modes of the call on ranks, which have those of who asks."""
-        moved = self.device != torch.get_default_device()
+        moved = self.device != accelerator.default_device()
         casts = [cast for cast in self.casts if cast[2] or torch.is_autocast_enabled(cast[0])]
 
         @contextlib.contextmanager

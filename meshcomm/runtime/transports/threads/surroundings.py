@@ -17,7 +17,7 @@ _NOTHING = contextlib.nullcontext()
 def caller_modes() -> Modes:
     """The caller's grad mode, autocast and default device, which torch keeps per thread, for a new thread."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    device = torch.get_default_device()
+    device = accelerator.default_device()
     cache = torch.is_autocast_cache_enabled()
     casts = [(kind, dtype) for kind, dtype, enabled in accelerator.casts() if enabled]
     plain = not (inference or casts or device.type != "cpu")
