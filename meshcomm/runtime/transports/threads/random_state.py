@@ -51,7 +51,8 @@ class RandomState:
         if (module := numpy_state.module()) is not _numpy:
             _found(module)
         self._accelerator = accelerator.module()
-        self._of_torch, self._of_python = twister.memory()
+        self._of_torch, self._of_python = cells = twister.memory()
+        self._copied = None not in cells and self._accelerator is None
         if self._seed is None:
             self.save()
             if _numpy is None and _in_place is not None:
@@ -74,8 +75,10 @@ class RandomState:
     def give_way(self, other: RandomState) -> None:
         """Keep the global states here, and make those of ``other`` the global ones."""
         global _in_place
-        mine, its, cells, others = self._own, other._own, self._of_torch, self._of_python
-        if mine is None or its is None or cells is None or others is None or self._accelerator is not None:
+        mine, its = self._own, other._own
+        cells: Any = self._of_torch
+        others: Any = self._of_python
+        if mine is None or its is None or not self._copied:
             self.save()
             other.load()
             return
