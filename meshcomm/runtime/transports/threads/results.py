@@ -128,7 +128,7 @@ def swapped_flat(given: list[tuple[Tensor, Sequence[int], Sequence[int]]]) -> li
     """The same of what lies so, in runs that all ranks know to be equal."""
     first, runs, _ = given[0]
     count = len(given)
-    if first.nbytes < reuse.LEAST and all(send == runs for _, send, _ in given):
+    if runs[0] and first.nbytes < reuse.LEAST and all(send == runs for _, send, _ in given):
         rows = torch.stack([x.reshape(count, runs[0]) for x, _, _ in given], 1)
         return list(map(_CLONE, rows.view(count, *first.shape).unbind()))
     got = swapped([(x.reshape(-1), send, recv) for x, send, recv in given])
