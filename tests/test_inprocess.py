@@ -341,8 +341,10 @@ def leaves_changed(ends: bool) -> list[Any]:
         forward_ad.enter_dual_level()
         if not ends:
             mc.barrier("a", mesh=mesh)
-            assert torch.get_default_dtype() is torch.float64 and torch.is_anomaly_enabled()
-            assert sys.stdout is not seen[1] and forward_ad._current_level == 0
+            assert torch.get_default_dtype() is torch.float64
+            assert torch.is_anomaly_enabled()
+            assert sys.stdout is not seen[1]
+            assert forward_ad._current_level == 0
             forward_ad.exit_dual_level()
     elif not ends:
         mc.barrier("a", mesh=mesh)
@@ -359,8 +361,10 @@ def test_who_begins_or_goes_on_finds_nothing_of_what_a_rank_leaves_changed(ends:
         assert (dtype, seeks, level) == (torch.float32, False, -1)
         assert shown is stdout
     assert len({each[3] for each in found}) == 3
-    assert sys.stdout is stdout and settings() == before
-    assert not torch.is_anomaly_enabled() and forward_ad._current_level == -1
+    assert sys.stdout is stdout
+    assert settings() == before
+    assert not torch.is_anomaly_enabled()
+    assert forward_ad._current_level == -1
 
 
 # ----------------------------------------------------------------------------------------------------- random states
@@ -1572,4 +1576,5 @@ def runs_that_differ() -> list[str]:
 
 def test_equal_runs_that_are_not_those_of_the_others() -> None:
     for told in mc.launch(runs_that_differ, ranks=2):
-        assert len(told) == 2 and all("2" in each and "3" in each for each in told)
+        assert len(told) == 2
+        assert all("2" in each and "3" in each for each in told)
