@@ -338,14 +338,13 @@ def leaves_changed(ends: bool) -> list[Any]:
         torch.set_default_dtype(torch.float64)
         sys.stdout = io.StringIO()
         torch.set_anomaly_enabled(True)
-        forward_ad.enter_dual_level()
         if not ends:
-            mc.barrier("a", mesh=mesh)
+            with forward_ad.dual_level():
+                mc.barrier("a", mesh=mesh)
+                assert forward_ad._current_level == 0
             assert torch.get_default_dtype() is torch.float64
             assert torch.is_anomaly_enabled()
             assert sys.stdout is not seen[1]
-            assert forward_ad._current_level == 0
-            forward_ad.exit_dual_level()
     elif not ends:
         mc.barrier("a", mesh=mesh)
     return [*seen, torch.get_default_dtype(), torch.is_anomaly_enabled()]

@@ -1562,6 +1562,29 @@ test_name_settle_torch = test_name_settings_of_torch
 test_name_without_levels = test_name_settings_of_torch
 
 
+def test_name_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Through(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    def asked() -> list[str]:
+        found = [_torch.default_device().type]
+        with torch.device("meta"):
+            found.append(_torch.default_device().type)
+            with Through():
+                found.append(_torch.default_device().type)
+        torch.set_default_device("meta")
+        try:
+            found.append(_torch.default_device().type)
+        finally:
+            torch.set_default_device(None)
+        return [*found, _torch.default_device().type]
+
+    assert asked() == ["cpu", "meta", "meta", "meta", "cpu"]
+    monkeypatch.setattr(_torch.transforms, "function_modes", lambda: 1)
+    assert asked() == ["cpu", "meta", "meta", "meta", "cpu"]
+
+
 def test_name_make_graphs() -> None:
     with torch.enable_grad():
         _torch.make_graphs(False)

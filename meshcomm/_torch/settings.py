@@ -10,14 +10,13 @@ import torch
 from torch.autograd import forward_ad
 from torch.backends import cuda
 
-from meshcomm._torch.forward_mode import eager_transforms, set_forward_ad_state
 from meshcomm._torch.kernels import (
     attention_of_others,
     attention_order,
     set_attention_of_others,
     set_attention_order,
 )
-from meshcomm._versions import find
+from meshcomm._versions import find, has
 
 __all__ = [
     "settings_of_torch",
@@ -35,7 +34,11 @@ _seeks_anomalies = torch.is_anomaly_enabled
 _LEVELS = 2
 """How many of them say it, the last ones."""
 
-if eager_transforms is None:
+_OF_LEVELS = "torch._functorch.eager_transforms.JVP_NESTING", "torch.autograd.forward_ad._current_level"
+_has_levels = all([has(name, "forward mode is refused on ranks of one process") for name in _OF_LEVELS])  # noqa: C419
+_transforms: Any = torch._functorch.eager_transforms if _has_levels else None
+
+if _transforms is None:
 
     def settings_of_torch() -> tuple[Any, ...]:
         """The default dtype, the kernels of attention that may be taken, whether autograd looks for anomalies."""
@@ -51,7 +54,7 @@ else:
         """
         return (
             _default_dtype(), _flash(), _efficient(), _math(), _cudnn(), attention_order(), attention_of_others(),
-            _anomaly() if _seeks_anomalies() else None, forward_ad._current_level, eager_transforms.JVP_NESTING,
+            _anomaly() if _seeks_anomalies() else None, forward_ad._current_level, _transforms.JVP_NESTING,
         )  # fmt: skip
 
 
@@ -75,4 +78,5 @@ def settle_torch(wanted: tuple[Any, ...]) -> None:
     set_attention_order(order)
     set_attention_of_others(others)
     torch.set_anomaly_enabled(anomaly is not None, anomaly is not False)
-    set_forward_ad_state((level, nesting))
+    if _transforms is not None:
+        forward_ad._current_level, _transforms.JVP_NESTING = level, nesting

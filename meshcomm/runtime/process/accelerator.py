@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshcomm._torch.transforms import function_modes
-
 
 @cache
 def module() -> ModuleType | None:
@@ -33,14 +31,6 @@ def in_use() -> ModuleType | None:
     return found if begun is None or begun() else None
 
 
-def default_device() -> torch.device:
-    """torch's, without its looking for it where nobody has set one."""
-    return torch.get_default_device() if function_modes() else _CPU
-
-
-_CPU = torch.device("cpu")
-
-
 @cache
 def _casting(default: str) -> tuple[str, ...]:
     found = None if module() is None else torch.accelerator.current_accelerator()
@@ -48,9 +38,11 @@ def _casting(default: str) -> tuple[str, ...]:
     return tuple(sorted(here - {"meta"}))
 
 
-def casts() -> list[tuple[str, torch.dtype, bool]]:
-    """Of each kind of device that computes here: to what autocast casts for it, and whether it does."""
-    kinds = _casting(default_device().type)
+def casts(default: torch.device) -> list[tuple[str, torch.dtype, bool]]:
+    """Of each kind of device that computes here: to what autocast casts for it, and whether it does. ``default``: the
+    default device.
+    """
+    kinds = _casting(default.type)
     return [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
 
 
