@@ -77,6 +77,8 @@ def seen_by_the_link(mesh: mc.Mesh, axis: Any, log: list[Any]) -> Iterator[None]
 
     names = {name: name for name in (*PRIMITIVES, "sum_parts")} | {
         "gather_flat": "all_gather",
+        "scatter_flat": "reduce_scatter",
+        "swap_flat": "all_to_all",
         "sum_told": "all_reduce",
     }
     with pytest.MonkeyPatch.context() as patch:

@@ -9,6 +9,7 @@ import gc
 import inspect
 import io
 import logging
+import math
 import os
 import pickle
 import random
@@ -328,6 +329,41 @@ def test_settings_of_the_process_after_an_error_are_the_callers(name: str) -> No
     with pytest.raises(ValueError, match="rank 1"):
         mc.launch(fails_within, ranks=3, args=(name,))
     assert settings() == before
+
+
+def leaves_changed(ends: bool) -> list[Any]:
+    mesh, seen = mesh_of(3), [torch.get_default_dtype(), sys.stdout, torch.is_anomaly_enabled()]
+    seen += [torch.rand(()).item(), forward_ad._current_level]
+    if mesh.rank == 0:  # no other rank has begun
+        torch.set_default_dtype(torch.float64)
+        sys.stdout = io.StringIO()
+        torch.set_anomaly_enabled(True)
+        if not ends:
+            with forward_ad.dual_level():
+                mc.barrier("a", mesh=mesh)
+                assert forward_ad._current_level == 0
+            assert torch.get_default_dtype() is torch.float64
+            assert torch.is_anomaly_enabled()
+            assert sys.stdout is not seen[1]
+    elif not ends:
+        mc.barrier("a", mesh=mesh)
+    return [*seen, torch.get_default_dtype(), torch.is_anomaly_enabled()]
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends"])
+def test_who_begins_or_goes_on_finds_nothing_of_what_a_rank_leaves_changed(ends: bool) -> None:
+    stdout, before = sys.stdout, settings()
+    torch.manual_seed(2)
+    found = mc.launch(leaves_changed, ranks=3, args=(ends,))
+    assert [each[-2:] for each in found] == [[torch.float64, True], *[[torch.float32, False]] * 2]
+    for dtype, shown, seeks, _, level, *_ in found:
+        assert (dtype, seeks, level) == (torch.float32, False, -1)
+        assert shown is stdout
+    assert len({each[3] for each in found}) == 3
+    assert sys.stdout is stdout
+    assert settings() == before
+    assert not torch.is_anomaly_enabled()
+    assert forward_ad._current_level == -1
 
 
 # ----------------------------------------------------------------------------------------------------- random states
@@ -1485,3 +1521,59 @@ def test_a_nested_tensor_is_refused() -> None:
     mesh = mc.make_mesh({"a": 1})
     with pytest.raises(mc.MeshError, match="x is a nested tensor"):
         mc.all_reduce(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "a", mesh=mesh)
+
+
+def results_of_flat_calls(shape: tuple[int, ...], strided: bool) -> dict[str, Any]:
+    mesh = mesh_of(3)
+    x = torch.arange(float(math.prod(shape))).view(shape) + 100 * mesh.rank
+    x = x.mT.contiguous().mT if strided and x.ndim > 1 else x
+    calls = {
+        "all_reduce": lambda: mc.all_reduce(x, "a", mesh=mesh),
+        "all_gather": lambda: mc.all_gather(x, "a", mesh=mesh),
+        "reduce_scatter": lambda: mc.reduce_scatter(x, "a", mesh=mesh),
+        "all_to_all": lambda: mc.all_to_all(x, "a", 0, 0, mesh=mesh),
+        "broadcast": lambda: mc.broadcast(x, "a", 1, mesh=mesh),
+        "shift": lambda: mc.shift(x, "a", mesh=mesh),
+    }
+    found = {}
+    for name, call in calls.items():
+        for again in range(2):  # the second one is known
+            y = call()
+            size = y.untyped_storage().nbytes(), y.numel() * y.itemsize
+            found[f"{name} {again}"] = y.tolist(), y.stride(), y._base is None or not y.numel(), size[0] == size[1]
+            y.fill_(-1.0)  # nobody else has it
+    mc.barrier("a", mesh=mesh)
+    return found
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
+@pytest.mark.parametrize("shape", [(6,), (3, 2), (6, 2, 1), (3, 1, 4), (0,), (3, 0)], ids=str)
+def test_each_rank_has_results_of_its_own(shape: tuple[int, ...], strided: bool) -> None:
+    every = mc.launch(results_of_flat_calls, ranks=3, args=(shape, strided))
+    xs = [torch.arange(float(math.prod(shape))).view(shape) + 100 * rank for rank in range(3)]
+    whole, rows = sum(xs[1:], xs[0]), [x.chunk(3) if shape[0] else [x] * 3 for x in xs]
+    for rank, found in enumerate(every):
+        expected = {
+            "all_reduce": whole, "all_gather": torch.cat(xs), "broadcast": xs[1], "shift": xs[rank - 1],
+            "reduce_scatter": whole.chunk(3)[rank] if shape[0] else whole,
+            "all_to_all": torch.cat([row[rank] for row in rows]),
+        }  # fmt: skip
+        for name, y in expected.items():
+            for again in range(2):
+                seen = found[f"{name} {again}"]
+                assert seen == (y.tolist(), y.contiguous().stride(), True, True), (name, again, rank)
+
+
+def runs_that_differ() -> list[str]:
+    mesh, told = mesh_of(2), []
+    for _ in range(2):
+        with pytest.raises(mc.CommError) as error:
+            mc.all_to_all(torch.ones(4 + 2 * mesh.rank), "a", 0, 0, mesh=mesh)
+        told.append(str(error.value))
+    return told
+
+
+def test_equal_runs_that_are_not_those_of_the_others() -> None:
+    for told in mc.launch(runs_that_differ, ranks=2):
+        assert len(told) == 2
+        assert all("2" in each and "3" in each for each in told)

@@ -41,7 +41,7 @@ def left(xs: list[Tensor]) -> Tensor:
 # ------------------------------------------------------------------------------------------------------- the tree
 
 
-@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize("n", [*range(1, 9), 13, 16])
 def test_a_fold_is_the_tree(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     """With and without memory of the caller's, in blocks and at once, of tensors that are not dense too."""
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):

@@ -1523,6 +1523,76 @@ def test_name_attention_kernel() -> None:
         assert _torch.attention_kernel(_torch.Attention(*given, None, False, 0.3)) is None, why
 
 
+def test_name_settings_of_torch() -> None:
+    first, dtype = _torch.settings_of_torch(), torch.get_default_dtype()
+    assert _torch.without_levels(first) == first == _torch.settings_of_torch()
+    assert _torch.settings._flash() is torch.backends.cuda.flash_sdp_enabled()  # type: ignore[attr-defined]
+    assert first[0] is dtype
+    changes: dict[str, Any] = {
+        "math alone": lambda: sdpa_kernel(SDPBackend.MATH),
+        "flash alone": lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+        "efficient alone": lambda: sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION),
+        "cudnn alone": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+        "anomalies": lambda: torch.autograd.detect_anomaly(check_nan=False),
+        "anomalies, NaN": lambda: torch.autograd.detect_anomaly(check_nan=True),
+        "forward mode": forward_ad.dual_level,
+    }
+    seen = {"none": first}
+    for name, change in changes.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with change():
+                seen[name] = _torch.settings_of_torch()
+                _torch.settle_torch(first)
+                assert _torch.settings_of_torch() == first, name
+                _torch.settle_torch(seen[name])
+                assert _torch.settings_of_torch() == seen[name], name
+        assert _torch.settings_of_torch() == first, name
+    assert len(set(map(str, seen.values()))) == len(seen)
+    assert _torch.without_levels(seen["forward mode"]) == first
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert _torch.settings_of_torch() == (torch.float64, *first[1:])
+    finally:
+        _torch.settle_torch(first)
+    assert torch.get_default_dtype() is dtype
+
+
+test_name_settle_torch = test_name_settings_of_torch
+test_name_without_levels = test_name_settings_of_torch
+
+
+def test_name_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Through(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    def asked() -> list[str]:
+        found = [_torch.default_device().type]
+        with torch.device("meta"):
+            found.append(_torch.default_device().type)
+            with Through():
+                found.append(_torch.default_device().type)
+        torch.set_default_device("meta")
+        try:
+            found.append(_torch.default_device().type)
+        finally:
+            torch.set_default_device(None)
+        return [*found, _torch.default_device().type]
+
+    assert asked() == ["cpu", "meta", "meta", "meta", "cpu"]
+    monkeypatch.setattr(_torch.transforms, "function_modes", lambda: 1)
+    assert asked() == ["cpu", "meta", "meta", "meta", "cpu"]
+
+
+def test_name_make_graphs() -> None:
+    with torch.enable_grad():
+        _torch.make_graphs(False)
+        assert not torch.is_grad_enabled()
+        _torch.make_graphs(True)
+        assert torch.is_grad_enabled()
+
+
 def test_name_attention_order() -> None:
     order, others = _torch.attention_order(), _torch.attention_of_others()
     with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):

@@ -344,7 +344,10 @@ class Logged(Pending):
 def logging(link: Any, log: list[str]) -> Iterator[None]:
     """Note when a primitive of this link is begun for later, and when what it gave is waited for."""
     inside: list[None] = []  # one primitive may be made of others
-    names = ("all_reduce", "all_gather", "gather_flat", "reduce_scatter", "all_to_all", "permute", "broadcast")
+    names = (
+        "all_reduce", "all_gather", "gather_flat", "reduce_scatter", "scatter_flat", "all_to_all", "swap_flat",
+        "permute", "broadcast",
+    )  # fmt: skip
 
     def logged(inner: Callable[..., Any]) -> Callable[..., Any]:
         def begin(*args: Any) -> Any:

@@ -17,6 +17,7 @@ from meshcomm._torch import (
     kernels,
     modules,
     random,
+    settings,
     transforms,
     trees,
     views,
@@ -31,6 +32,7 @@ from meshcomm._torch.groups import *  # noqa: F403
 from meshcomm._torch.kernels import *  # noqa: F403
 from meshcomm._torch.modules import *  # noqa: F403
 from meshcomm._torch.random import *  # noqa: F403
+from meshcomm._torch.settings import *  # noqa: F403
 from meshcomm._torch.transforms import *  # noqa: F403
 from meshcomm._torch.trees import *  # noqa: F403
 from meshcomm._torch.views import *  # noqa: F403
@@ -46,6 +48,7 @@ __all__ += groups.__all__
 __all__ += kernels.__all__
 __all__ += modules.__all__
 __all__ += random.__all__
+__all__ += settings.__all__
 __all__ += transforms.__all__
 __all__ += trees.__all__
 __all__ += views.__all__

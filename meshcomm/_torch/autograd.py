@@ -23,6 +23,7 @@ __all__ = [
     "hooks_nodes",
     "keeps_tensors",
     "leaves_of_graph",
+    "make_graphs",
     "nodes_of_graph",
     "not_users",
     "plain_apply",
@@ -73,6 +74,11 @@ functorch_active: Callable[[], bool] = find(
     "torch._C._are_functorch_transforms_active", "every collective takes some µs longer", _functorch_refuses
 )
 """Whether a torch.func transform is active."""
+
+make_graphs: Callable[[bool], object] = find(
+    "torch._C._set_grad_enabled", "each meeting of ranks of one process takes a µs longer", torch.set_grad_enabled
+)
+"""Switch grad mode on or off."""
 
 
 _PLAIN = "torch.autograd.function._SingleLevelFunction"
@@ -138,12 +144,20 @@ def hooked(x: Tensor, holder: Tensor) -> Tensor:
     return alias
 
 
-def leaves_of_graph(roots: Sequence[Any]) -> Iterator[Tensor]:
+def leaves_of_graph(roots: Sequence[Any]) -> list[Tensor]:
     """The leaves that a backward pass from these tensors (or edges of the graph) reaches."""
-    yield from (root for root in roots if isinstance(root, Tensor) and root.requires_grad and root.grad_fn is None)
-    for node in nodes_of_graph(roots):
-        if (leaf := getattr(node, "variable", None)) is not None:
-            yield leaf
+    found = [root for root in roots if isinstance(root, Tensor) and root.requires_grad and root.grad_fn is None]
+    waiting: list[Any] = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
+    seen: set[Any] = {None}
+    while waiting:  # as `nodes_of_graph` does it: each backward pass of ranks of one process does
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            if following := node.next_functions:
+                waiting += [other for other, _ in following]
+            elif (leaf := getattr(node, "variable", None)) is not None:
+                found.append(leaf)
+    return found
 
 
 def nodes_of_graph(roots: Iterable[Any]) -> Iterator[Any]:

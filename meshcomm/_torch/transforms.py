@@ -15,6 +15,7 @@ from meshcomm.errors import fail
 
 __all__ = [
     "alive",
+    "default_device",
     "dispatch_modes",
     "function_modes",
     "outside_dispatch_modes",
@@ -76,6 +77,14 @@ dispatch_modes: Callable[[], int] = _depth_of_modes or (lambda: 1)
 
 function_modes: Callable[[], int] = find("torch._C._len_torch_function_stack", "draws of rng cost 3 µs more", lambda: 1)
 """The same of those that see torch's functions, the one of a default device among them."""
+
+
+_CPU = torch.device("cpu")
+
+
+def default_device() -> torch.device:
+    """torch's, without its looking for it where nobody has set one: that takes some µs."""
+    return torch.get_default_device() if function_modes() else _CPU
 
 
 def plain_now() -> bool:

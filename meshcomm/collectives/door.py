@@ -248,7 +248,7 @@ def made(
     """
     seen = kind_of(x) if isinstance(x, Tensor) else (None, ())
     call, link = Call(op.name, given, op.compared[: len(given)], None, axis, *seen), axis.link
-    if how or link.watched or profiler_on():
+    if how or (link.watched and not link.briefly) or profiler_on():
         with calling(axis, call):
             y = for_later(bool(how), go, link)
             return _handed(op.name, axis, x, y, how) if how else y

@@ -38,9 +38,11 @@ def _casting(default: str) -> tuple[str, ...]:
     return tuple(sorted(here - {"meta"}))
 
 
-def casts() -> list[tuple[str, torch.dtype, bool]]:
-    """Of each kind of device that computes here: to what autocast casts for it, and whether it does."""
-    kinds = _casting(torch.get_default_device().type)
+def casts(default: torch.device) -> list[tuple[str, torch.dtype, bool]]:
+    """Of each kind of device that computes here: to what autocast casts for it, and whether it does. ``default``: the
+    default device.
+    """
+    kinds = _casting(default.type)
     return [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
 
 

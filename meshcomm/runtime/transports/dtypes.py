@@ -8,11 +8,12 @@ integers widened, floats under max and min as integers of the same order, in whi
 from __future__ import annotations
 
 import math
+import operator
 import struct
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -192,6 +193,8 @@ SUMMED_AS_THEY_ARE = frozenset((torch.float32, torch.float64, torch.int32, torch
 """Their sums are calls of torch's and nothing else, and most calls are that."""
 _BLOCK = 2**18
 """Elements that are reduced at a time: partial results stay where the processor finds them at once."""
+_FEW = 2**12
+"""Elements of a tensor that adds no memory to speak of."""
 
 
 def fold(op: str, xs: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
@@ -213,8 +216,8 @@ def fold(op: str, xs: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     if op == "sum" and dtype in SUMMED_AS_THEY_ARE:
         if len(xs) == 2 and out is not None:
             return torch.add(xs[0], xs[1], out=out)
-        if xs[0].numel() <= _BLOCK:
-            return _tree(torch.add, xs, out).contiguous()
+        if (numel := xs[0].numel()) <= _BLOCK:
+            return (_levels(xs) if out is None and numel <= _FEW else _tree(torch.add, xs, out)).contiguous()
     if dtype in (torch.uint16, torch.uint32, torch.uint64):
         clothes = dress(op, dtype)
         assert clothes is not None
@@ -279,6 +282,18 @@ def _folded(op: str, xs: Sequence[Tensor], out: Tensor | None) -> Tensor:
         return y.to(xs[0].dtype) if out is None else out.copy_(y)
     y = _tree(_STEPS[op], xs, out).contiguous()
     return y.div_(len(xs)) if op == "mean" else y
+
+
+def _levels(xs: Sequence[Tensor]) -> Tensor:
+    """The sum of that tree level by level, in less time and more memory: what was made is the left one of a pair."""
+    ys, join = list(xs), operator.add
+    while len(ys) > 1:
+        odd = ys[-1:] if len(ys) & 1 else []
+        ys, join = [*map(join, ys[::2], ys[1::2]), *odd], _ADD
+    return ys[0]
+
+
+_ADD: Any = Tensor.add_
 
 
 def _tree(step: Callable[..., Tensor], xs: Sequence[Tensor], out: Tensor | None) -> Tensor:

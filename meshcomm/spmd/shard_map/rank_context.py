@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from meshcomm._torch import dual_level_open, functorch_active, tree_flatten
+from meshcomm._torch import default_device, dual_level_open, functorch_active, tree_flatten
 from meshcomm.collectives.check import differentiable
 from meshcomm.errors import fail, shape_text
 from meshcomm.mesh import Mesh, begin, current_mesh, use_mesh
@@ -83,6 +83,11 @@ class OwnState(RandomState):
         super().save()
         self._values = [slot.read() for slot in self._slots]
 
+    def give_way(self, other: RandomState) -> None:
+        """The same of both."""
+        self.save()
+        other.load()
+
     def load(self) -> None:
         """Make the random state and what stands in the modules the ones that are seen."""
         super().load()
@@ -97,12 +102,12 @@ class Modes:
     def __init__(self) -> None:
         self.grad = torch.is_grad_enabled()
         self.transformed = functorch_active() or dual_level_open()
-        self.device = torch.get_default_device()
-        self.casts = accelerator.casts()
+        self.device = default_device()
+        self.casts = accelerator.casts(self.device)
 
     def missing(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
         """What brings back the modes of the call on ranks, which have those of who asks."""
-        moved = self.device != torch.get_default_device()
+        moved = self.device != default_device()
         casts = [cast for cast in self.casts if cast[2] or torch.is_autocast_enabled(cast[0])]
 
         @contextlib.contextmanager

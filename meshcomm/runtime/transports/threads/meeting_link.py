@@ -7,14 +7,20 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from threading import get_ident
 from time import monotonic
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from meshcomm._torch import backward_pass, carries_tangents, carry_tangents, dispatch_modes, outside_dispatch_modes
+from meshcomm._torch import (
+    backward_pass,
+    carries_tangents,
+    carry_tangents,
+    dispatch_modes,
+    make_graphs,
+    outside_dispatch_modes,
+)
 from meshcomm.errors import CommError, MeshError
 from meshcomm.runtime.call import BRIEF_AXIS, Call, told
 from meshcomm.runtime.callsite import call_site, known_files
@@ -31,22 +37,16 @@ Compute = Callable[..., list[Any]]
 _UNKNOWN = Call("a collective")
 _KEPT = 64
 """How many calls a link knows again."""
+_new: Any = tuple.__new__
+_frame = sys._getframe
+_makes_graphs, _is_inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
 
 
-class Known(NamedTuple):
-    """A call that has been made before."""
-
-    said: Any
-    """What this thread was told of it."""
-    moved: tuple[Any, ...]
-    """What the primitive sees of it."""
-    backward: bool
-    call: Call
-    op: str
-    alike: Any
-    """The same object on all ranks that make the same call; None where they have to be compared."""
-    code: CodeType | None
-    """The function that makes it; held, for it is known by its id."""
+Known = tuple[Any, ...]
+"""A call that has been made before: what this thread was told of it, what the primitive sees of it, whether backward
+makes it; the call, what it is called, its op, dtype and shape; what is the same object on all ranks that make the same
+call, None where they have to be compared; and the function that makes it, which is held, for it is known by its id.
+"""
 
 
 class MeetingLink(Defaults):
@@ -124,99 +124,134 @@ class MeetingLink(Defaults):
             self._rank.world.look_away(self._rank)
         return what.over
 
-    def _known(self, moved: tuple[Any, ...] = (), said: Any = None, skip: int = 2) -> Known:
-        """The call that is made now. ``moved``: what the primitive sees of it and must be equal on all ranks; ``said``:
-        what it belongs to, if this thread was not told. ``skip``: the frames down to one that may be the user's.
-
-        It is the same object for the same call from the same place: what is remembered of a rank's calls is little, for
-        that of all ranks together shall fit into a processor's memory.
-        """
-        said = said or told.call or _UNKNOWN
-        if local.rank is not (rank := self._rank):
-            self.check_rank(_call_of(said).what)
-        world = rank.world
-        if world.watchful or world.cancelled or world.written:
-            world.check()
-        world.idle = 0
-        files, frame = known_files, sys._getframe(skip)
-        while files[(code := frame.f_code).co_filename] and (outer := frame.f_back) is not None:
-            frame = outer  # as `call_spot` does it, without its call
-        backward, spot = backward_pass() != -1, (id(code), frame.f_lasti)
-        known = self._latest.get(spot)  # most lines make one call
-        if known is None or known[0] != said or known[1] != moved or known[2] is not backward:
-            known = self._calls.get((said, moved, backward, spot))
-            if known is None:
-                call = _call_of(said).here(moved, skip=3)
-                if len(self._calls) >= _KEPT:
-                    self._calls.clear()
-                    self._latest.clear()
-                known = Known(said, moved, backward, call, _op_of(call), self._circle.one(call), code)
-                self._calls[said, moved, backward, spot] = known
-            self._latest[spot] = known
-        self.log.call = known.call
-        return known
-
-    def _seen(self, **seen: Any) -> Known:
-        """The same, where hardly a call is like another one."""
+    def _seen(self, **seen: Any) -> Call:
+        """The call that is made now, where hardly one is like another one."""
         announced = _call_of(told.call)
         if local.rank is not self._rank:
             self.check_rank(announced.what)
         self._rank.world.check()
         self._rank.world.idle = 0
-        self.log.call = call = announced.here(skip=3, **seen)
-        return Known(announced, (), False, call, _op_of(call), None, None)
+        return announced.here(skip=3, **seen)
 
-    def _meet(self, known: Known, given: Any, compute: Compute, *args: Any) -> Any:
+    def _meet(
+        self,
+        moved: tuple[Any, ...] | None,
+        given: Any,
+        compute: Compute,
+        args: tuple[Any, ...] = (),
+        said: Any = None,
+        skip: int = 3,
+        runs: bool = False,
+    ) -> Any:
         """Wait for all ranks of the group, or leave a seat to wait later; the last one to come computes everybody's
-        result: ``compute(*args, given)`` of what all have given. Here is the way of nearly every call: all that have
-        come have called the same, and each waits at once.
+        result: ``compute(*args, given)`` of what all have given. Here is, in one function, the way of nearly every
+        call: it was made before, all that have come have called the same, and each waits at once.
+
+        ``moved``: what the primitive sees of it and must be equal on all ranks, None where it is what is said; with
+        ``runs``, the last of it are those that are sent and received. ``said``: what it belongs to, if this thread was
+        not told. ``skip``: the frames down to one that may be the user's.
         """
-        circle, index = self._circle, self.index
-        counts, meetings = circle.counts, circle.meetings
-        _, _, _, call, op, alike, _ = known
+        rank, circle, index = self._rank, self._circle, self.index
+        world = rank.world
+        said = said or told.call or _UNKNOWN
+        if local.rank is not rank or world.watchful or world.cancelled or world.written:
+            self._look_around(said)
+        world.idle = 0
+        files, frame = known_files, _frame(skip)
+        while files[(code := frame.f_code).co_filename] and (outer := frame.f_back) is not None:
+            frame = outer  # as `call_spot` does it, without its call
+        backward, spot = backward_pass() != -1, (id(code), frame.f_lasti)
+        known = self._latest.get(spot)  # most lines make one call
+        if known is None or known[0] != said or known[1] != moved or known[2] is not backward:
+            known = self._remember((said, moved, backward, spot), code, runs)
+        _, _, _, call, what, op, dtype, shape, alike, _ = known
+        meetings, counts = circle.meetings, circle.counts
         meeting = meetings.get(seat := counts[index])
         if meeting is None:
             meeting = meetings[seat] = Meeting(self.size)
             meeting.alike = alike
-        if alike is None or meeting.alike is not alike or meeting.odd or meeting.over or told.later or circle.rolls:
-            meeting, mine = self._come(counts, meetings, known, given, compute, args)
-            if not told.later:
-                return self._take(meeting, mine)
-            mine.record[THREAD] = 0
-            return _Seat(self, meeting, mine)
-        rank, log = self._rank, self.log
+        if alike is None or meeting.alike is not alike or told.later or circle.rolls:
+            return self._meet_unlike(call, given, compute, args, alike)
+        log = self.log
         record: Record = [  # as `Log.begin` makes it, without its call
-            log.number(), call.what, op, call.dtype, call.shape, monotonic(), None, call, -1, get_ident()
+            log.number(), what, op, dtype, shape, monotonic(), None, call, -1, rank.thread
         ]  # fmt: skip
         log.records.append(record)
-        mine = tuple.__new__(Came, (rank, index, call, record))  # half of what its own way costs
+        mine = _new(Came, (rank, index, call, record))  # half of what its own way costs
         counts[index], meeting.inputs[index] = seat + 1, given
         meeting.came.append(mine)
         meeting.count = count = meeting.count + 1
         if count == self.size:
             del meetings[seat]
             self._compute(meeting, call, compute, args)
-            self._wake_all(meeting)
+            world.wake(*meeting.waiting)
+            meeting.waiting = []
         else:
             meeting.waiting.append(rank)
-            rank.world.wait(rank, mine, None, meeting.fail)
+            world.wait(rank, mine, None, meeting.fail)
         if meeting.results is None:
             return self._take(meeting, mine)
         record[ENDED] = monotonic()
         result, meeting.results[index] = meeting.results[index], None
         return result
 
+    def _look_around(self, said: Any) -> None:
+        """What a call may have to see first, told meanwhile that it is made."""
+        if local.rank is not self._rank:
+            self.check_rank(_call_of(said).what)
+        before = told.call
+        try:
+            told.call = before or (None if said is _UNKNOWN else said)
+            self._rank.world.check()
+        finally:
+            told.call = before
+
+    def _remember(self, key: tuple[Any, ...], code: CodeType, runs: bool) -> Known:
+        """The call that is made now, the same object for the same call from the same place: what is remembered of a
+        rank's calls is little, for that of all ranks together shall fit into a processor's memory.
+        """
+        said, moved, backward, spot = key
+        known = self._calls.get(key)
+        if known is None:
+            call = _call_of(said)
+            if runs:
+                call = call.here(moved[:-1], moved[-1], moved[-1], skip=3)
+            else:
+                call = call.here((call.dtype, call.shape, *call.given) if moved is None else moved, skip=3)
+            if len(self._calls) >= _KEPT:
+                self._calls.clear()
+                self._latest.clear()
+            form = call.what, _op_of(call), call.dtype, call.shape
+            known = said, moved, backward, call, *form, self._circle.one(call), code
+            self._calls[key] = known
+        self._latest[spot] = known
+        return known
+
+    def _meet_unlike(
+        self, call: Call, given: Any, compute: Compute, args: tuple[Any, ...] = (), alike: Any = None
+    ) -> Any:
+        """The same of any call: one that is compared with those of the others, that is waited for later, or for which
+        somebody has given up.
+        """
+        circle = self._circle
+        meeting, mine = self._come(circle.counts, circle.meetings, call, given, compute, args, alike)
+        if not told.later:
+            return self._take(meeting, mine)
+        mine.record[THREAD] = 0
+        return _Seat(self, meeting, mine)
+
     def _come(
         self,
         counts: list[int],
         meetings: dict[int, Meeting],
-        known: Known,
+        call: Call,
         given: Any,
         compute: Compute,
         args: tuple[Any, ...] = (),
+        alike: Any = None,
     ) -> tuple[Meeting, Came]:
-        _, _, _, call, op, alike, _ = known
-        record = self.log.begin(call.what, op, call.dtype, call.shape)
+        self.log.call = call
+        record = self.log.begin(call.what, _op_of(call), call.dtype, call.shape)
         mine = Came(self._rank, self.index, call, record)
         meeting = self._sit(counts, meetings)
         if meeting.error is None:
@@ -225,7 +260,7 @@ class MeetingLink(Defaults):
             meeting.came.append(mine)
             meeting.inputs[self.index] = given
             all_here = meeting.count == self.size
-            if (alike is None or alike is not meeting.alike or meeting.odd) and meeting.differs(call, all_here):
+            if (alike is None or alike is not meeting.alike) and meeting.differs(call, all_here):
                 meeting.fail(meeting.report())
             elif all_here:
                 self._compute(meeting, call, compute, args)
@@ -249,13 +284,13 @@ class MeetingLink(Defaults):
         return meeting
 
     def _compute(self, meeting: Meeting, call: Call, compute: Compute, args: tuple[Any, ...]) -> None:
-        makes_graphs, carries = torch.is_grad_enabled(), carries_tangents()
+        makes_graphs, carries = _makes_graphs(), carries_tangents()
         try:  # no modes of this rank, which came last, have a part in it
             if makes_graphs:
-                torch.set_grad_enabled(False)  # a context takes three times as long
+                make_graphs(False)
             if carries:
                 carry_tangents(False)  # those of others: each knows its own
-            if dispatch_modes() or torch.is_inference_mode_enabled():
+            if dispatch_modes() or _is_inference():
                 with in_no_modes():
                     meeting.results = compute(*args, meeting.inputs)
             else:
@@ -266,7 +301,7 @@ class MeetingLink(Defaults):
             if carries:
                 carry_tangents(True)
             if makes_graphs:
-                torch.set_grad_enabled(True)
+                make_graphs(True)
         meeting.inputs, meeting.over = [], True
 
     def _take(self, meeting: Meeting, mine: Came, timeout: float | None = None) -> Any:

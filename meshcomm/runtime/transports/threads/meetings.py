@@ -40,7 +40,7 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.came: list[Came] = []
-        self.alike: Any = None  # what stands for the call of the one that came first, see Circle.one
+        self.alike: Any = None  # what stands for the call of all that have come, see Circle.one; or they are compared
         self.inputs: list[Any] = [None] * size
         self.results: list[Any] | None = None
         self.error: str | None = None
@@ -53,12 +53,14 @@ class Meeting:
     def fail(self, error: str) -> None:
         """Whoever comes later is told the same."""
         if not self.over:
-            self.error, self.inputs, self.over = error, [], True
+            self.error, self.inputs, self.over, self.alike = error, [], True, None
 
     def differs(self, call: Call, all_here: bool) -> bool:
         """Whether this one, which came last, makes it a call that not all make, and they are told so now."""
         came = self.came
         self.odd = self.odd or not came[0].call.agrees(call)
+        if self.odd:
+            self.alike = None
         if call.whose is not None and any(differ(each.call.word, call.word) for each in came):
             return True
         return self.odd and (all_here or not self.lengths())  # else all are told, of lengths

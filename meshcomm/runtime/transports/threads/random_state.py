@@ -16,6 +16,8 @@ from meshcomm.runtime.transports.threads import numpy_state, twister
 from meshcomm.runtime.transports.threads.twister import OWN
 
 _MASK = (1 << 64) - 1
+_ALL = slice(None)
+_OWN: dict[str, Any] = vars(OWN)
 
 
 def mixed(seed: int, index: int) -> int:
@@ -49,7 +51,8 @@ class RandomState:
         if (module := numpy_state.module()) is not _numpy:
             _found(module)
         self._accelerator = accelerator.module()
-        self._of_torch, self._of_python = twister.memory()
+        self._of_torch, self._of_python = cells = twister.memory()
+        self._copied = None not in cells and self._accelerator is None
         if self._seed is None:
             self.save()
             if _numpy is None and _in_place is not None:
@@ -59,17 +62,9 @@ class RandomState:
 
     def save(self) -> None:
         """Keep the global states here."""
-        own, cells, others = self._own, self._of_torch, self._of_python
-        if own is None or cells is None or others is None:
-            self._own = twister.take(own)
-        else:  # as `take` does it, without its call, which takes as long
-            own[0][:], own[1][:], own[2] = cells, others, OWN.gauss_next  # type: ignore[attr-defined]
+        self._own = twister.take(self._own)
         if (module := _numpy) is not None:
-            self._numpy = module.get_bit_generator()
-            if (kept := _kept_by_numpy) is None:
-                self._normal = module.get_state(legacy=False)
-            else:
-                self._normal = (kept[0], kept[1]) if kept[0] else None
+            self._save_numpy(module)
         if (unused := self._accelerator) is None:
             return
         if (device := accelerator.in_use()) is not None:
@@ -77,22 +72,44 @@ class RandomState:
         else:
             self._waiting = of_torch.seeds_in_wait(unused)
 
+    def give_way(self, other: RandomState) -> None:
+        """Keep the global states here, and make those of ``other`` the global ones."""
+        global _in_place
+        mine, its = self._own, other._own
+        cells: Any = self._of_torch
+        others: Any = self._of_python
+        if mine is None or its is None or not self._copied:
+            self.save()
+            other.load()
+            return
+        # As these do it, without their calls, which take as long.
+        mine[0][_ALL], mine[1][_ALL], mine[2] = cells, others, _OWN["gauss_next"]
+        cells[_ALL], others[_ALL], _OWN["gauss_next"] = its
+        _in_place = other
+        if (module := _numpy) is not None:
+            self._save_numpy(module)
+            other.load_numpy(module)
+
     def load(self) -> None:
         """Make these states the global ones."""
         global _in_place
         _in_place = self
-        own, cells, others = self._own, self._of_torch, self._of_python
-        if own is None:
+        if self._own is None:
             assert self._seed is not None
             twister.seed(self._seed)
-        elif cells is None or others is None:
-            twister.put(own)
         else:
-            cells[:], others[:], OWN.gauss_next = own  # type: ignore[attr-defined]
+            twister.put(self._own)
         if (module := _numpy) is not None:
             self.load_numpy(module)
         if self._accelerator is not None:
             self._load_device()
+
+    def _save_numpy(self, module: ModuleType) -> None:
+        self._numpy = module.get_bit_generator()
+        if (kept := _kept_by_numpy) is None:
+            self._normal = module.get_state(legacy=False)
+        else:
+            self._normal = (kept[0], kept[1]) if kept[0] else None
 
     def load_numpy(self, module: ModuleType) -> None:
         """Make numpy's the global one."""

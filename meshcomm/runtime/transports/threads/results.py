@@ -45,6 +45,14 @@ def gathered(xs: list[Tensor]) -> list[Tensor]:
     return _copies(torch.stack(xs, out=places[0]), places)
 
 
+def joined(xs: list[Tensor]) -> list[Tensor]:
+    """One behind the other in order of index."""
+    if xs[0].nbytes * len(xs) < reuse.LEAST:
+        y = torch.stack(xs).flatten(0, 1)
+        return list(map(_CLONE, [y] * len(xs)))  # none is a view
+    return [each.flatten(0, 1) for each in gathered(xs)]
+
+
 def gathered_to(dst: int, xs: list[Tensor]) -> list[Tensor | None]:
     """The same, for one rank."""
     return _only(dst, torch.stack(xs, out=_places(xs[0], (len(xs), *xs[0].shape), 1)[0]), len(xs))
@@ -58,6 +66,14 @@ def scattered(op: str, xs: list[Tensor]) -> list[Tensor]:
     return [dtypes.fold(op, [x[i] for x in xs], out=into) for i, into in enumerate(places)]
 
 
+def scattered_flat(op: str, xs: list[Tensor]) -> list[Tensor]:
+    """The same of rows that lie one behind the other."""
+    count, (length, *rest) = len(xs), xs[0].shape
+    if xs[0].nbytes < reuse.LEAST:
+        return list(map(_CLONE, dtypes.fold(op, xs).view(count, length // count, *rest).unbind()))
+    return scattered(op, [x.reshape(count, length // count, *rest) for x in xs])
+
+
 def rows_of(src: int, xs: list[Tensor | None]) -> list[Tensor]:
     """Those of what ``src`` has brought."""
     whole = xs[src]
@@ -68,12 +84,17 @@ def rows_of(src: int, xs: list[Tensor | None]) -> list[Tensor]:
 
 def sent(src: int, xs: list[Tensor]) -> list[Tensor]:
     """Copies of what ``src`` has brought."""
+    if xs[src].nbytes * len(xs) < reuse.LEAST:
+        y = _copy(xs[src])
+        return [y, *map(_CLONE, [y] * (len(xs) - 1))]
     return [_copy(xs[src], into) for into in _places(xs[src], xs[src].shape, len(xs))]
 
 
 def permuted(given: list[tuple[Tensor, int | None]]) -> list[Tensor]:
     """Every rank takes what its source has brought; zeros without one."""
     first = given[0][0]
+    if first.nbytes * len(given) < reuse.LEAST:
+        return [x.new_zeros(x.shape) if source is None else _copy(given[source][0]) for x, source in given]
     places = iter(_places(first, first.shape, sum(source is not None for _, source in given)))
     return [
         x.new_zeros(x.shape) if source is None else _copy(given[source][0], next(places)) for x, source in given
@@ -101,6 +122,17 @@ def swapped(given: list[tuple[Tensor, Sequence[int], Sequence[int]]]) -> list[Te
         torch.cat([run[target] for run in runs], out=_places(first, (sum(recv),), 1)[0])
         for target, (_, _, recv) in enumerate(given)
     ]
+
+
+def swapped_flat(given: list[tuple[Tensor, Sequence[int], Sequence[int]]]) -> list[Tensor]:
+    """The same of what lies so, in runs that all ranks know to be equal."""
+    first, runs, _ = given[0]
+    count = len(given)
+    if runs[0] and first.nbytes < reuse.LEAST and all(send == runs for _, send, _ in given):
+        rows = torch.stack([x.reshape(count, runs[0]) for x, _, _ in given], 1)
+        return list(map(_CLONE, rows.view(count, *first.shape).unbind()))
+    got = swapped([(x.reshape(-1), send, recv) for x, send, recv in given])
+    return [y.view(x.shape) for y, (x, _, _) in zip(got, given, strict=True)]
 
 
 def _places(like: Tensor, shape: Sequence[int], count: int) -> Sequence[Tensor | None]:

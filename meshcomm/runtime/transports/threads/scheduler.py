@@ -16,16 +16,14 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from torch import is_anomaly_enabled
 
 from meshcomm import _torch
-from meshcomm._torch import set_forward_ad_state
 from meshcomm.errors import CommError, fail, text
 from meshcomm.runtime.callsite import hinted
 from meshcomm.runtime.pending import TimedOutError
 from meshcomm.runtime.process import accelerator, forks, inside
 from meshcomm.runtime.transports.threads.random_state import RandomState
-from meshcomm.runtime.transports.threads.settings import Settings, alike, settings_now, settle
+from meshcomm.runtime.transports.threads.settings import Settings, alike, at_first, settings_now, settle
 from meshcomm.runtime.transports.threads.shared_leaves import SharedLeaves
 from meshcomm.runtime.transports.threads.surroundings import (
     Modes,
@@ -91,15 +89,14 @@ class Waited(Protocol):
 class Rank:
     """One rank of a :class:`World`: its thread's turn, its random state, and what it waits for."""
 
-    def __init__(self, world: World, index: int, random: RandomState, anomaly: bool | None) -> None:
+    def __init__(self, world: World, index: int, random: RandomState) -> None:
         self.world = world
         self.index = index
         self.turn = threading.Lock()  # held by nobody's thread in particular: released to let this rank run
         self.turn.acquire()
         self.random = random
-        self.forward_ad = (-1, 0)
-        self.anomaly = anomaly
-        self.settings: Settings | None = None
+        self.settings: Settings = ()
+        self.thread = 0  # its number
         self.waits_for: Waited | None = None
         self.patience: float | None = None  # seconds, where it does not wait for ever
         self.timed_out = False
@@ -113,24 +110,42 @@ class Rank:
         self.axes: dict[Any, Any] = {}  # of the meshes that this rank uses
         self.made: dict[Any, int] = {}  # how many meshes of a kind
 
-    def load(self) -> None:
-        """It goes on: put its random state back, and exchange with the rank that ran before what else there is one of:
-        settings of the process, the level of forward mode and whether autograd looks for anomalies.
+    def give_way(self, other: Rank) -> None:
+        """``other`` goes on: keep the random state and the settings of which a process has one, and put its own in
+        their place. This is done on the thread of this one, at once; but what a thread has of an accelerator is its
+        own.
         """
         world = self.world
+        if world.streams is None:
+            self.random.give_way(other.random)
+        else:
+            self.random.save()
+            world.streams.leave()
+        found, known = settings_now(), self.settings
+        if not (found[0] is known[0] and found[4] is known[4] and found[5] is known[5] and found == known):  # alike
+            self.settings = known = found
+        mine = other.settings
+        if mine is not known and not alike(mine, known):
+            settle(mine, known)
+        world.in_place = other
+
+    def begin(self) -> None:
+        """It begins, on its thread: with its random state and its settings, unless they are there."""
+        world = self.world
         if world.streams is not None:
-            world.streams.enter()
-        self.random.load()
-        before, world.in_place = world.in_place, self
-        levels, anomaly = set_forward_ad_state(self.forward_ad), _anomaly() if is_anomaly_enabled() else None
-        settings = settings_now()
-        if before is not None:
-            before.forward_ad, before.anomaly, before.settings = levels, anomaly, settings
-        mine = self.settings or world.settings
-        if not alike(mine, settings):
-            settle(mine, settings)
-        if anomaly is not self.anomaly:
-            _set_anomaly(self.anomaly)
+            world.streams.begin()
+            self.go_on()
+        elif world.in_place is not self:
+            self.random.load()
+        if world.in_place is not self:
+            settle(self.settings, settings_now())
+            world.in_place = self
+
+    def go_on(self) -> None:
+        """It goes on, on its thread: with what that has of an accelerator."""
+        if self.world.streams is not None:
+            self.world.streams.enter()
+            self.random.load()
 
     def describe(self) -> str:
         """A line for a report."""
@@ -138,13 +153,16 @@ class Rank:
         return f"  rank {self.index} {'has returned' if self.over else waits}"
 
 
-def _anomaly() -> bool | None:
-    """Whether autograd looks for anomalies, in NaNs too; None if it does not look."""
-    return torch.is_anomaly_check_nan_enabled() if is_anomaly_enabled() else None
+class _Caller:
+    """Who has called for a run, and has its random state and its settings again in the end."""
 
+    def __init__(self) -> None:
+        self.random, self.settings = RandomState(), settings_now()
 
-def _set_anomaly(found: bool | None) -> None:
-    torch.set_anomaly_enabled(found is not None, found is not False)
+    def load(self) -> None:
+        """The run has ended."""
+        self.random.load()
+        settle(self.settings, settings_now())
 
 
 class _Started(threading.Event):
@@ -192,10 +210,8 @@ class World:
         makes the random state of a rank.
         """
         seed = torch.initial_seed()
-        make, anomaly = state or (lambda index: RandomState(seed, index)), _anomaly()
+        make = state or (lambda index: RandomState(seed, index))
         self.limit = limit
-        self.settings: Settings = ()
-        """The caller's, with which each rank begins."""
         self.leaves = None if share else SharedLeaves()
         self.watchful = limit is not None
         """Whether there is more to check than whether another rank has failed, or written what others share."""
@@ -205,8 +221,8 @@ class World:
         self.size = size
         self.shared: dict[Any, Any] = {}
         self.streams = None if accelerator.module() is None else accelerator.Order()
-        self.ranks = [Rank(self, index, make(index), anomaly) for index in range(size)]
-        self.in_place: Rank | None = None  # the one whose random state, and so on, is that of the process
+        self.ranks = [Rank(self, index, make(index)) for index in range(size)]
+        self.in_place: _Caller | Rank  # whose random state and settings are those of the process
         self._ready: deque[Rank] = deque(self.ranks)
         self.cancelled = False
         self.idle = 0  # looks and time-outs since a rank last did something that others may have waited for
@@ -224,7 +240,8 @@ class World:
         threads: list[_Thread] = []
         for rank in self.ranks:
             threads.append(_Thread(rank.index, self._live, rank, body, modes, setups, threads[-1] if threads else None))
-        outside, anomaly, self.settings = RandomState(), _anomaly(), settings_now()
+        self.in_place = caller = _Caller()
+        first = at_first(caller.settings)
         if not _running.acquire(blocking=False):
             fail(
                 "launch",
@@ -235,23 +252,24 @@ class World:
         try:  # at once: who is interrupted before would leave it locked
             if self.limit is not None:
                 self._end = time.monotonic() + self.limit.total_seconds()
+            for rank in self.ranks:
+                rank.settings = first
             with _torch.forward_ad_shared(), self._watched(), on_one_core():
                 self._ready.popleft().turn.release()
                 self._await_end(threads[-1])
         finally:
             if self.streams is not None:
                 self.streams.enter()
-            outside.load()
-            _set_anomaly(anomaly)
-            settle(self.settings, settings_now())
+            caller.load()
+            self.in_place = caller
             _running.release()
         for rank, thread in zip(self.ranks, threads, strict=True):
             if rank.over:
                 thread.join()
         failed = [rank for rank in self.ranks if rank.error is not None]
         if failed:
-            first = min(failed, key=self._by_failure)
-            error = _named(first.error, first, self.size)
+            blamed = min(failed, key=self._by_failure)
+            error = _named(blamed.error, blamed, self.size)
             for rank in failed:
                 rank.error = None
             try:
@@ -264,7 +282,7 @@ class World:
         """It has come to a good end, and nobody asks for its ranks any more: they go at once, and not when Python looks
         for what refers to itself, which takes a tenth of a short run.
         """
-        self.ranks, self.in_place = [], None
+        self.ranks = []
 
     def _watched(self) -> contextlib.AbstractContextManager[None]:
         if self.leaves is None:
@@ -325,7 +343,14 @@ class World:
         """
         rank.waits_for, rank.patience, rank.gives_up, rank.last = waits_for, timeout, gives_up, last
         rank.overtaken = 0.0
-        self._hand_over(rank)
+        ready = self._ready  # as `_hand_over` does it, without its call
+        after = ready.popleft() if ready and not self.cancelled else self._next()
+        if after is not rank and after is not None:
+            rank.give_way(after)
+            after.turn.release()
+            rank.turn.acquire()
+            if self.streams is not None:
+                rank.go_on()
         if self.watchful or self.cancelled or self.written:
             self.check()
         if rank.fault is not None:
@@ -378,12 +403,11 @@ class World:
         if after is rank:
             return
         assert after is not None
-        rank.random.save()
-        if self.streams is not None:
-            self.streams.leave()
+        rank.give_way(after)
         after.turn.release()
         rank.turn.acquire()
-        rank.load()
+        if self.streams is not None:
+            rank.go_on()
 
     def _next(self) -> Rank | None:
         """Who runs next; when nobody can, everybody who waits is told."""
@@ -416,6 +440,7 @@ class World:
         settings made it: what a thread inherits, such as its core and its signal mask, no rank has changed yet.
         """
         local.rank = rank
+        rank.thread = threading.get_ident()
         try:
             if rank is self.ranks[-1]:
                 let_others_finish()
@@ -425,9 +450,7 @@ class World:
         except BaseException as error:  # no more threads are to be had: those that run end, this one first
             rank.error, self.cancelled = error, True
             self._ready = deque(self.ranks[rank.index + 1 :])
-        if self.streams is not None:
-            self.streams.begin()
-        rank.load()
+        rank.begin()
         try:
             with modes():
                 for setup in setups:
@@ -440,10 +463,12 @@ class World:
         except BaseException as error:  # raised again in the caller
             rank.error, self.cancelled = error, True
         rank.over = True
-        if self.streams is not None:
-            self.streams.leave()
         self.idle = 0
         after = self._next()
+        if after is not None:
+            rank.give_way(after)
+        elif self.streams is not None:
+            self.streams.leave()
         self._is_at_end = after is None
         (self._ended if after is None else after.turn).release()
 

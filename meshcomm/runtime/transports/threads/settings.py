@@ -15,42 +15,30 @@ import warnings
 from operator import is_
 from typing import Any
 
-import torch
-from torch.backends import cuda
-
-from meshcomm._torch.kernels import (
-    attention_of_others,
-    attention_order,
-    set_attention_of_others,
-    set_attention_order,
-)
+from meshcomm._torch.settings import settings_of_torch, settle_torch, without_levels
 
 Settings = tuple[Any, ...]
+"""The filters of warnings and who shows them, where is written to, and torch's."""
 
-_default_dtype = torch.get_default_dtype
-_flash: Any = cuda.flash_sdp_enabled
-_efficient: Any = cuda.mem_efficient_sdp_enabled
-_math: Any = cuda.math_sdp_enabled
-_cudnn: Any = cuda.cudnn_sdp_enabled
 _warnings: Any = vars(warnings)
-_streams: Any = vars(sys).get  # somebody may have taken one away
+_logging: Any = vars(logging)
 _SHOWS = "_showwarnmsg_impl"
 """Who is handed a warning, which ``catch_warnings`` exchanges together with the two that have a public name."""
-_logging: Any = vars(logging)
 _CAPTURED = "_warnings_showwarning"
 """Whom ``logging.captureWarnings`` has taken the place of, and will put back."""
 _OF_WARNINGS = slice(4)
 
 
 def settings_now() -> Settings:
-    """The filters of warnings and who shows them, where is written to, torch's default dtype, the kernels of attention
-    that may be taken.
-    """
-    return (
-        warnings.filters, warnings.showwarning, _warnings[_SHOWS], _logging.get(_CAPTURED),
-        _streams("stdout"), _streams("stderr"),
-        _default_dtype(), _flash(), _efficient(), _math(), _cudnn(), attention_order(), attention_of_others(),
-    )  # fmt: skip
+    """What they are."""
+    try:
+        return (
+            warnings.filters, warnings.showwarning, _warnings[_SHOWS], _logging[_CAPTURED],
+            sys.stdout, sys.stderr, settings_of_torch(),
+        )  # fmt: skip
+    except (AttributeError, KeyError):  # somebody may have taken a stream away
+        shows = warnings.filters, warnings.showwarning, _warnings[_SHOWS], _logging.get(_CAPTURED)
+        return *shows, getattr(sys, "stdout", None), getattr(sys, "stderr", None), settings_of_torch()
 
 
 def alike(one: Settings, other: Settings) -> bool:
@@ -58,18 +46,20 @@ def alike(one: Settings, other: Settings) -> bool:
     return one[0] is other[0] and one[4] is other[4] and one[5] is other[5] and one == other
 
 
+def at_first(callers: Settings) -> Settings:
+    """Those with which a rank begins."""
+    *others, of_torch = callers
+    first = without_levels(of_torch)
+    return callers if first == of_torch else (*others, first)
+
+
 def settle(wanted: Settings, found: Settings) -> None:
     """Make ``wanted`` the settings, which are ``found``."""
     if not all(map(is_, wanted[_OF_WARNINGS], found[_OF_WARNINGS])):
         _settle_warnings(*wanted[_OF_WARNINGS])
-    sys.stdout, sys.stderr, dtype, flash, efficient, math, cudnn, order, others = wanted[_OF_WARNINGS.stop :]
-    torch.set_default_dtype(dtype)
-    cuda.enable_flash_sdp(flash)
-    cuda.enable_mem_efficient_sdp(efficient)
-    cuda.enable_math_sdp(math)
-    cuda.enable_cudnn_sdp(cudnn)
-    set_attention_order(order)
-    set_attention_of_others(others)
+    sys.stdout, sys.stderr, of_torch = wanted[_OF_WARNINGS.stop :]
+    if of_torch != found[-1]:
+        settle_torch(of_torch)
 
 
 def _settle_warnings(filters: Any, shown: Any, shows: Any, captured: Any) -> None:

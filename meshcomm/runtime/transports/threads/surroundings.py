@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from meshcomm._torch.transforms import default_device
 from meshcomm.runtime.process import accelerator
 
 Modes = Callable[[], contextlib.AbstractContextManager[object]]
@@ -17,9 +18,9 @@ _NOTHING = contextlib.nullcontext()
 def caller_modes() -> Modes:
     """The caller's grad mode, autocast and default device, which torch keeps per thread, for a new thread."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    device = torch.get_default_device()
+    device = default_device()
     cache = torch.is_autocast_cache_enabled()
-    casts = [(kind, dtype) for kind, dtype, enabled in accelerator.casts() if enabled]
+    casts = [(kind, dtype) for kind, dtype, enabled in accelerator.casts(device) if enabled]
     plain = not (inference or casts or device.type != "cpu")
 
     def modes() -> contextlib.AbstractContextManager[object]:

@@ -5,6 +5,7 @@ n = number of ranks in the group.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Sequence
 from time import monotonic
@@ -22,6 +23,7 @@ from meshcomm.runtime.transports.threads import results
 from meshcomm.runtime.transports.threads.meeting_link import MeetingLink, in_no_modes
 from meshcomm.runtime.transports.threads.meetings import Batch, Message
 
+_SUM = ("sum",)
 _SOON = 1.0
 """Seconds within which ranks that wait for one another are told: a barrier that would wait longer outlasts them."""
 
@@ -33,66 +35,71 @@ class InProcessLink(MeetingLink):
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """Folded by index, whatever the order of arrival."""
-        result: Tensor = self._meet(self._known((x.dtype, x.shape, op)), x, results.reduced, op)
+        result: Tensor = self._meet((x.dtype, x.shape, op), x, results.reduced, (op,))
         return result
 
     def sum_told(self, x: Tensor, said: tuple[Any, ...]) -> Tensor:
         """The same of a sum that is all of a call, which is said here."""
-        if self._rank.world.watchful:  # others ask this thread what it calls
-            before, told.call = told.call, said
-            try:
-                return self.all_reduce(x, "sum")
-            finally:
-                told.call = before
-        known = self._known((said[2], said[3], "sum"), said, 3)  # who calls this is no user
-        result: Tensor = self._meet(known, x, results.reduced, "sum")
-        return result
+        return self._meet(None, x, results.reduced, _SUM, said, 4)  # type: ignore[no-any-return]
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Stacked in order of index."""
-        result: Tensor = self._meet(self._known((x.dtype, x.shape)), x, results.gathered)
+        result: Tensor = self._meet((x.dtype, x.shape), x, results.gathered)
         return result
+
+    def gather_flat(self, x: Tensor, empty: Any = None) -> Any:
+        """The same, one behind the other."""
+        return self._meet((x.dtype, x.shape), x, results.joined)
 
     def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
         """Each row folded by index."""
-        result: Tensor = self._meet(self._known((x.dtype, x.shape, op)), x, results.scattered, op)
+        result: Tensor = self._meet((x.dtype, x.shape, op), x, results.scattered, (op,))
         return result
+
+    def scatter_flat(self, x: Tensor, op: str) -> Any:
+        """The same of rows that lie one behind the other."""
+        return self._meet((x.dtype, x.shape, op), x, results.scattered_flat, (op,))
 
     def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
         """Runs handed over; what one sends must be what the other expects."""
-        known = self._seen(moved=(x.dtype,), send=tuple(send), recv=tuple(recv))
-        result: Tensor = self._meet(known, (x, send, recv), results.swapped)
+        call = self._seen(moved=(x.dtype,), send=tuple(send), recv=tuple(recv))
+        result: Tensor = self._meet_unlike(call, (x, send, recv), results.swapped)
         return result
+
+    def swap_flat(self, x: Tensor) -> Any:
+        """The same of equal runs."""
+        runs = (x.numel() // self.size,) * self.size
+        return self._meet((x.dtype, runs), (x, runs, runs), results.swapped_flat, runs=True)
 
     def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
         """Every rank takes what its source has brought."""
-        result: Tensor = self._meet(self._known((x.dtype, x.shape)), (x, source), results.permuted)
+        result: Tensor = self._meet((x.dtype, x.shape), (x, source), results.permuted)
         return result
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """Copies of what ``src`` has brought."""
-        result: Tensor = self._meet(self._known((x.dtype, x.shape, f"src={src}")), x, results.sent, src)
+        result: Tensor = self._meet((x.dtype, x.shape, _from(src)), x, results.sent, (src,))
         return result
 
     def reduce(self, x: Tensor, op: str, dst: int) -> Tensor | None:
         """As all_reduce, for ``dst``."""
-        known = self._known((x.dtype, x.shape, f"{op} dst={dst}"))
-        result: Tensor | None = self._meet(known, x, results.reduced_to, dst, op)
+        moved = x.dtype, x.shape, f"{op} dst={dst}"
+        result: Tensor | None = self._meet(moved, x, results.reduced_to, (dst, op))
         return result
 
     def gather(self, x: Tensor, dst: int) -> Tensor | None:
         """As all_gather, for ``dst``."""
-        result: Tensor | None = self._meet(self._known((x.dtype, x.shape, f"dst={dst}")), x, results.gathered_to, dst)
+        result: Tensor | None = self._meet((x.dtype, x.shape, f"dst={dst}"), x, results.gathered_to, (dst,))
         return result
 
     def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
         """Rows of what ``src`` has brought."""
-        result: Tensor = self._meet(self._known((like.dtype, like.shape, f"src={src}")), x, results.rows_of, src)
+        result: Tensor = self._meet((like.dtype, like.shape, _from(src)), x, results.rows_of, (src,))
         return result
 
     def barrier(self) -> object:
         """Meet for nothing."""
-        return self._meet(self._known(), None, _nothing)
+        return self._meet((), None, _nothing)
 
     def barrier_within(self, seconds: float) -> None:
         """Meet, beside the other calls, which all count alike afterwards; when no rank can go on, those that have come
@@ -104,7 +111,7 @@ class InProcessLink(MeetingLink):
             circle.align()
             return given
 
-        meeting, mine = self._come(circle.roll_calls, circle.rolls, self._known(), None, align)
+        meeting, mine = self._come(circle.roll_calls, circle.rolls, self._seen(), None, align)
         meeting.outlasts = seconds >= _SOON
         try:
             self._take(meeting, mine, seconds)
@@ -128,7 +135,7 @@ class InProcessLink(MeetingLink):
         return batch.received()
 
     def _offer_all(self, posts: Sequence[Post], wants: Sequence[Want]) -> Batch:
-        call = self._seen(messages=messages_of(posts, wants)).call
+        self.log.call = call = self._seen(messages=messages_of(posts, wants))
         batch = Batch(self._rank, call, self.log.message(posts, wants), len(posts) + len(wants))
         for x, dst, tag in posts:
             self._offer((self.index, dst, tag), Message(batch, dtypes.plain(x.detach()), tuple(x.shape), x.dtype))
@@ -193,6 +200,11 @@ class InProcessLink(MeetingLink):
         for queues in (self._circle.posts, self._circle.wants):
             for route, queue in queues.items():
                 queues[route] = deque(message for message in queue if message.batch is not batch)
+
+
+@functools.lru_cache(maxsize=1024)
+def _from(src: int) -> str:
+    return f"src={src}"
 
 
 def _nothing(given: list[None]) -> list[None]:
