@@ -143,7 +143,7 @@ class Work(Generic[T]):
             waited = 0.0 if timeout is None else time.monotonic() - began
             raise CommError(self._late(waited, str(late))) from None
         except Exception as error:
-            self._error, self._over, self._source = error, True, None
+            self._error, self._over, self._source, self._look = error, True, None, None
             raise
         finally:
             if lock is not None:
@@ -164,8 +164,8 @@ class Work(Generic[T]):
                 with _torch.without_modes():
                     value = source.wait(timeout)
                     if (look := self._look) is not None:  # as `_shown` does it, inside of what it would enter
-                        self._look = None
                         look(value)
+                        self._look = None
                     return value
             finally:
                 here.watcher = watcher
@@ -180,13 +180,14 @@ class Work(Generic[T]):
 
     def _shown(self, value: Any) -> None:
         """Give the result to who is to look at it first."""
-        look, self._look = self._look, None
+        look = self._look
         assert look is not None
         watcher = here.watcher
         here.watcher = None  # as `paused` does it, which takes longer
         try:
             with _torch.without_modes():
                 look(value)
+            self._look = None  # not before: who is interrupted waits again
         finally:
             here.watcher = watcher
 

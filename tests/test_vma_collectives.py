@@ -193,6 +193,17 @@ def test_the_least_recent_are_forgotten() -> None:
     assert counted(lambda: run(140)) == 143
 
 
+def test_a_leaf_that_is_used_all_the_time_is_not_forgotten() -> None:
+    def run() -> None:
+        w, x = same(), mc.axis_index("dp") + ones(3, 3)
+        total = sq(x)
+        for i in range(100):
+            total = total + sq(x * w) + sq(x * (w * i))
+        torch.autograd.grad(total, w)
+
+    assert counted(run) == 101
+
+
 def test_parameters_are_remembered_for_long() -> None:
     def run() -> None:
         w = mc.mark_varying(nn.Parameter(weight()), ())
@@ -203,6 +214,23 @@ def test_parameters_are_remembered_for_long() -> None:
         torch.autograd.grad(total + sq(x @ w), w)
 
     assert counted(run) == 1
+
+
+def test_a_pvary_of_where_a_leaf_lay_before_is_not_kept() -> None:
+    def run() -> Any:
+        checker = watch.here.watcher
+        assert isinstance(checker, Checker)
+        x, w = own(), mc.mark_varying(nn.Parameter(weight()[:2]), ())
+        for _ in range(5):
+            x * w
+        before = weakref.ref(checker._pvaried[id(w)].by[V])
+        assert before() is not None
+        w.data = zeros(2, 3)
+        x * w
+        gc.collect()
+        return before()
+
+    assert on_ranks(run) == [None] * N
 
 
 def test_nothing_is_kept() -> None:
@@ -397,3 +425,28 @@ def test_who_looks_at_the_result_of_a_work_sees_it_once_and_first() -> None:
 
     with mc.use_mesh(mc.make_mesh(LINE)):
         assert mc.launch(run, ranks=N) == [(2, True, 2)] * N
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_work_that_has_failed_keeps_nothing(times: int) -> None:
+    mesh = mc.make_mesh(LINE)
+
+    def run() -> Any:
+        rank = mesh.rank
+        with mc.use_mesh(mesh), mc.check_vma():
+            for size in [3] * times + [3 + rank]:  # after two the line is known
+                x = mc.mark_varying(ones(size), "dp")
+                seen, work, error = weakref.ref(x), None, ""
+                try:
+                    work = mc.all_reduce(x, "dp", async_op=True)
+                    work.wait()
+                except mc.CommError as wrong:
+                    error = str(wrong)
+                    wrong.__traceback__ = None
+                del x
+        gc.collect()
+        return "different calls" in error, seen() is None, repr(work).split(":")[0]
+
+    one, other = mc.launch(run, ranks=N)
+    assert one[:2] == other[:2] == (True, True)
+    assert "<Work failed" in (one[2], other[2])  # held until the end

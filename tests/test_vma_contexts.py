@@ -217,6 +217,23 @@ def test_compiled_code_is_refused(backend: str) -> None:
     mc.launch(run, ranks=N)
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo")
+def test_a_collective_alone_is_not_compiled() -> None:
+    """The compiler leaves it as it is, what is known of a call of it included."""
+    if OLD:
+        pytest.skip("torch 2.11's dynamo ends the process where it is called in a mode on a thread of its own")
+
+    @torch.compile(backend="eager")
+    def compiled(x: Tensor) -> Any:
+        return mc.all_reduce(x, "dp")
+
+    with mc.use_mesh(mc.make_mesh({"dp": 1})), mc.check_vma():
+        for i in range(4):
+            y = compiled(mc.mark_varying(ones(3) * i, "dp"))
+            assert kind(y) == I
+            assert_close(y, ones(3) * i)
+
+
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_check_in_compiled_code_is_refused(fullgraph: bool) -> None:
     @torch.compile(backend="eager", fullgraph=fullgraph)

@@ -337,7 +337,7 @@ class Core(Remembered, TorchFunctionMode):
                 y = self._varied(x, axes)
         self._note(y, _begun(mine, axes, Origin(name, call_site()), self.grid))
         carried(x, y)
-        entry.by[axes], entry.again = y, None
+        entry.put(axes, y)
         entry.wrapped = entry.wrapped or functorch_active()
         return y
 

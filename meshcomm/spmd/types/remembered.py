@@ -39,6 +39,12 @@ class Varied:
         self.lies_as: Callable[[Tensor], bool] = _nowhere
         """Whether a tensor has the memory of that one, in the same way."""
 
+    def put(self, axes: frozenset[str], y: Tensor) -> None:
+        """Remember another one; the one that was asked for last may be what it is in place of, and is held no more."""
+        self.by[axes] = y
+        self.again = self.varied = self.dtype = None
+        self.lies_as = _nowhere
+
 
 class Remembered:
     """What was made of which tensor, as long as that is what it was then."""
