@@ -1577,3 +1577,80 @@ def test_equal_runs_that_are_not_those_of_the_others() -> None:
     for told in mc.launch(runs_that_differ, ranks=2):
         assert len(told) == 2
         assert all("2" in each and "3" in each for each in told)
+
+
+def written_where_grad_is_on(numel: int) -> list[bool]:
+    mesh, w = mesh_of(2), torch.full((), 2.0, requires_grad=True)
+    seen = []
+    for shape in (numel,), (2, numel // 2):
+        x = torch.ones(shape)
+        for y in mc.all_gather(x, "a", mesh=mesh), mc.all_to_all(x, "a", 0, 0, mesh=mesh):
+            seen += [y._base is None, bool((y.mul_(w) == 2).all()), y.requires_grad]
+    return seen
+
+
+@pytest.mark.parametrize("numel", [8, 2**20], ids=["small", "large"])
+def test_a_result_may_be_written_where_grad_is_on(numel: int) -> None:
+    """What was a view of something that was made without grad would refuse that."""
+    for _ in range(2):  # memory of results is used again
+        assert mc.launch(written_where_grad_is_on, ranks=2, args=(numel,)) == [[True] * 12] * 2
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("lengths", [(2, 2), (2, 5), (2**18, 2**18), (0, 0)], ids=str)
+def test_ranks_may_say_sizes_where_others_have_equal_runs(lengths: tuple[int, int], who: int) -> None:
+    """Whoever comes last. ``lengths``: of the run between the ranks, and of the one that who says sizes keeps."""
+    equal, sizes = [lengths[0]] * 2, [*lengths] if who else [*lengths[::-1]]
+
+    def main() -> list[Tensor]:
+        mesh = mesh_of(2)
+        given = (sizes, sizes) if mesh.rank == who else ()
+        x = torch.arange(2.0 * sum(sizes if given else equal)).view(-1, 2) + 1e6 * mesh.rank
+        return [x, *(mc.all_to_all(x, "a", 0, 0, *given, mesh=mesh) for _ in range(2))]
+
+    every = mc.launch(main, ranks=2)
+    runs = [x.split(sizes if rank == who else equal) for rank, (x, *_) in enumerate(every)]
+    for rank, (_, *found) in enumerate(every):
+        for y in found:
+            assert_close(y, torch.cat([run[rank] for run in runs]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"), [("all_gather", [(1, 2, 2), (2, 2)]), ("reduce_scatter", [(1, 2, 2, 1), (2, 2)])]
+)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_shapes_that_differ_and_move_as_equal_ones(name: str, shapes: list[tuple[int, ...]], swapped: bool) -> None:
+    def main() -> str:
+        mesh = mesh_of(2)
+        with pytest.raises(mc.CommError, match="ranks of one axis made different calls") as error:
+            getattr(mc, name)(torch.ones(shapes[mesh.rank ^ swapped]), "a", 1, mesh=mesh)
+        return str(error.value)
+
+    for told in mc.launch(main, ranks=2):
+        assert all(str(list(shape)).replace(" ", "") in told.replace(" ", "") for shape in shapes)
+
+
+def test_an_interrupt_while_the_callers_settings_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle, times = scheduler.settle, []
+
+    def main() -> None:
+        torch.set_default_dtype(torch.float64)
+        torch.rand(3)
+        mc.barrier("a", mesh=mesh_of(2))
+
+    def interrupted(*given: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            times.append(given)
+            if len(times) == 1:
+                raise KeyboardInterrupt
+        settle(*given)
+
+    before, seed = settings(), torch.get_rng_state()
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "settle", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            mc.launch(main, ranks=2)
+    assert len(times) == 2
+    assert settings() == before
+    assert torch.equal(torch.get_rng_state(), seed)
+    assert mc.launch(lambda: mesh_of(2).rank, ranks=2) == [0, 1]

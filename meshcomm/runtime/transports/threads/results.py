@@ -7,6 +7,7 @@ fresh pages cost more than what is written to them. Each rank has its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,9 @@ def joined(xs: list[Tensor]) -> list[Tensor]:
     if xs[0].nbytes * len(xs) < reuse.LEAST:
         y = torch.stack(xs).flatten(0, 1)
         return list(map(_CLONE, [y] * len(xs)))  # none is a view
-    return [each.flatten(0, 1) for each in gathered(xs)]
+    length, *rest = xs[0].shape
+    places = _places(xs[0], (len(xs) * length, *rest), len(xs))
+    return _copies(torch.cat(xs, out=places[0]).contiguous(), places)
 
 
 def gathered_to(dst: int, xs: list[Tensor]) -> list[Tensor | None]:
@@ -102,37 +105,48 @@ def permuted(given: list[tuple[Tensor, int | None]]) -> list[Tensor]:
 
 
 def swapped(given: list[tuple[Tensor, Sequence[int], Sequence[int]]]) -> list[Tensor]:
-    """Runs handed over; what one sends must be what the other expects."""
+    """Runs handed over; what one sends must be what the other expects. Who gives more than one dim has equal runs, and
+    gets what lies as that does; others may have come to the same call with sizes.
+    """
     first, count = given[0][0], len(given)
+    shapes = [x.shape if x.ndim > 1 else (sum(recv),) for x, _, recv in given]
     lengths = set[int]().union(*(send for _, send, _ in given), *(recv for *_, recv in given))
     if len(lengths) == 1:
         [length] = lengths
-        rows, places = [x.reshape(count, length) for x, _, _ in given], _places(first, (count * length,), count)
+        rows = [x.reshape(count, length) for x, _, _ in given]
+        places = _places(first, shapes[0], count) if shapes.count(shapes[0]) == count else [None] * count
         if places[0] is None:  # with one copy for all, not one for each pair of ranks
-            return [_copy(row.reshape(-1)) for row in torch.stack(rows, 1)]
-        return [torch.cat([row[i] for row in rows], out=into) for i, into in enumerate(places)]
-    runs = [x.split(list(send)) for x, send, _ in given]
+            found = torch.stack(rows, 1).unbind()
+            return [_copy(row.reshape(shape)) for row, shape in zip(found, shapes, strict=True)]
+        return [_laid([row[i] for row in rows], into) for i, into in enumerate(places)]
+    runs = [x.reshape(-1).split(list(send)) for x, send, _ in given]
     for source, (_, send, _) in enumerate(given):
         for target, (_, _, recv) in enumerate(given):
             if send[target] != recv[source]:
                 raise ValueError(
                     f"index {source} sends {send[target]} elements to index {target}, which expects {recv[source]}."
                 )
+    places = [_places(first, shape, 1)[0] for shape in shapes]
     return [
-        torch.cat([run[target] for run in runs], out=_places(first, (sum(recv),), 1)[0])
-        for target, (_, _, recv) in enumerate(given)
+        _laid([run[i] for run in runs], first.new_empty(shape) if into is None else into)
+        for i, (shape, into) in enumerate(zip(shapes, places, strict=True))
     ]
 
 
 def swapped_flat(given: list[tuple[Tensor, Sequence[int], Sequence[int]]]) -> list[Tensor]:
-    """The same of what lies so, in runs that all ranks know to be equal."""
+    """The same, in less time where all give alike."""
     first, runs, _ = given[0]
-    count = len(given)
-    if runs[0] and first.nbytes < reuse.LEAST and all(send == runs for _, send, _ in given):
+    count, shape = len(given), first.shape
+    if first.nbytes < reuse.LEAST and all(x.shape == shape and send == runs == recv for x, send, recv in given):
         rows = torch.stack([x.reshape(count, runs[0]) for x, _, _ in given], 1)
-        return list(map(_CLONE, rows.view(count, *first.shape).unbind()))
-    got = swapped([(x.reshape(-1), send, recv) for x, send, recv in given])
-    return [y.view(x.shape) for y, (x, _, _) in zip(got, given, strict=True)]
+        return list(map(_CLONE, rows.view(count, *shape).unbind()))
+    return swapped(given)
+
+
+def _laid(runs: list[Tensor], into: Any) -> Tensor:
+    """Runs one behind the other, in memory of any shape; a view of that would refuse to be written in grad mode."""
+    torch.cat(runs, out=into.view(-1))
+    return into  # type: ignore[no-any-return]
 
 
 def _places(like: Tensor, shape: Sequence[int], count: int) -> Sequence[Tensor | None]:

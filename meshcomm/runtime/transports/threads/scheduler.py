@@ -33,7 +33,9 @@ from meshcomm.runtime.transports.threads.surroundings import (
     on_one_core,
 )
 
-_running = threading.Lock()
+_running: dict[str, World] = {}
+"""The one launch that runs, at its place. No lock: who is interrupted while he takes one does not know whose it is."""
+_PLACE = "launch"
 _LOOKS = 1000
 """How often each rank may look whether something is done, or run out of time, before that is a deadlock."""
 _TOLD_AFTER = 300.0
@@ -242,14 +244,14 @@ class World:
             threads.append(_Thread(rank.index, self._live, rank, body, modes, setups, threads[-1] if threads else None))
         self.in_place = caller = _Caller()
         first = at_first(caller.settings)
-        if not _running.acquire(blocking=False):
-            fail(
-                "launch",
-                "another launch is running in this process.",
-                got="a call from another thread",
-                fix="one launch at a time: random states and others are global to the process",
-            )
-        try:  # at once: who is interrupted before would leave it locked
+        try:  # Ctrl-C comes behind any call, and no other launch could follow where one kept its place
+            if _running.setdefault(_PLACE, self) is not self:
+                fail(
+                    "launch",
+                    "another launch is running in this process.",
+                    got="a call from another thread",
+                    fix="one launch at a time: random states and others are global to the process",
+                )
             if self.limit is not None:
                 self._end = time.monotonic() + self.limit.total_seconds()
             for rank in self.ranks:
@@ -258,11 +260,14 @@ class World:
                 self._ready.popleft().turn.release()
                 self._await_end(threads[-1])
         finally:
-            if self.streams is not None:
-                self.streams.enter()
-            caller.load()
-            self.in_place = caller
-            _running.release()
+            if _running == {_PLACE: self}:  # which is no call
+                try:
+                    self._put_back(caller)
+                except BaseException:  # Ctrl-C, in the midst of it
+                    self._put_back(caller)
+                    raise
+                finally:
+                    del _running[_PLACE]
         for rank, thread in zip(self.ranks, threads, strict=True):
             if rank.over:
                 thread.join()
@@ -283,6 +288,12 @@ class World:
         for what refers to itself, which takes a tenth of a short run.
         """
         self.ranks = []
+
+    def _put_back(self, caller: _Caller) -> None:
+        if self.streams is not None:
+            self.streams.enter()
+        caller.load()
+        self.in_place = caller
 
     def _watched(self) -> contextlib.AbstractContextManager[None]:
         if self.leaves is None:

@@ -53,8 +53,8 @@ def on_one_core() -> Iterator[None]:
         return
     cores = os.sched_getaffinity(0)
     _cores.update(cores)
-    os.sched_setaffinity(0, {sorted(cores)[os.getpid() % len(cores)]})
     try:
+        os.sched_setaffinity(0, {sorted(cores)[os.getpid() % len(cores)]})
         yield
     finally:
         os.sched_setaffinity(0, cores)

@@ -24,6 +24,8 @@ from meshcomm.runtime.transports.threads.meeting_link import MeetingLink, in_no_
 from meshcomm.runtime.transports.threads.meetings import Batch, Message
 
 _SUM = ("sum",)
+_FLAT = "flat"
+"""Says that results lie one behind the other: the last one to come makes them for all."""
 _SOON = 1.0
 """Seconds within which ranks that wait for one another are told: a barrier that would wait longer outlasts them."""
 
@@ -49,7 +51,7 @@ class InProcessLink(MeetingLink):
 
     def gather_flat(self, x: Tensor, empty: Any = None) -> Any:
         """The same, one behind the other."""
-        return self._meet((x.dtype, x.shape), x, results.joined)
+        return self._meet((x.dtype, x.shape, _FLAT), x, results.joined)
 
     def reduce_scatter(self, x: Tensor, op: str) -> Tensor:
         """Each row folded by index."""
@@ -58,7 +60,7 @@ class InProcessLink(MeetingLink):
 
     def scatter_flat(self, x: Tensor, op: str) -> Any:
         """The same of rows that lie one behind the other."""
-        return self._meet((x.dtype, x.shape, op), x, results.scattered_flat, (op,))
+        return self._meet((x.dtype, x.shape, op, _FLAT), x, results.scattered_flat, (op,))
 
     def all_to_all(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
         """Runs handed over; what one sends must be what the other expects."""
