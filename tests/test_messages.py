@@ -405,6 +405,9 @@ NOW = {
     "a letter is too small for its shape": torch.ones([1] * 20),
     "parts": torch.arange(3 * _PART // 8 + 5),
     "parts, not dense": torch.arange(2.0 * _PART).view(2, -1).T,
+    "zeros without memory": torch._efficientzerotensor((5,)),
+    "a part of zeros without memory": torch._efficientzerotensor((5000,))[4990:],
+    "many zeros without memory": torch._efficientzerotensor((5000,)),
 }
 
 
@@ -416,13 +419,14 @@ def now_and_again(name: str, how: str) -> None:
     x, times = NOW[name].detach(), 20 if NOW[name].numel() > 2000 else 2 * MOST + 3
     with torch.inference_mode(how == "inference mode"):
         for i in range(times):
+            k = max(0, i - 4)  # as it is also when it goes at once
             if mesh.rank == 0:
                 with torch.no_grad():
-                    more = x ^ bool(i % 2) if x.dtype == torch.bool else x + i
-                    mc.send(NOW[name] if i == 0 else more, "a", 1, i % 2, mesh=mesh)
+                    more = x ^ bool(k % 2) if x.dtype == torch.bool else x + k
+                    mc.send(NOW[name] if k == 0 else more, "a", 1, i % 2, mesh=mesh)
                 continue
             y = mc.recv("a", 0, shape=x.shape, dtype=x.dtype, tag=i % 2, mesh=mesh)
-            assert torch.equal(y, x ^ bool(i % 2) if x.dtype == torch.bool else x + i)
+            assert torch.equal(y, x ^ bool(k % 2) if x.dtype == torch.bool else x + k)
             assert y.dtype == x.dtype
             assert y.is_contiguous()
             assert y.is_inference() == (how == "inference mode")
@@ -551,8 +555,44 @@ def untaken() -> None:
     assert mc.recv("a", 0, **want, tag=7).tolist() == [1.0, 1.0]
 
 
+def overtaken() -> None:
+    """Whose message was taken hears of it also when others of another thread stood in its place since."""
+    mesh = pair()
+    if mesh is None:
+        return
+    want: Any = {"shape": (2,), "dtype": torch.float32, "mesh": mesh}
+    if mesh.rank == 1:
+        for i in range(2 * MOST):
+            assert mc.recv("a", 0, **want)[1].item() == i
+        assert mc.recv("a", 0, **want, tag=7).tolist() == [1.0, 1.0]
+        for i in range(2 * MOST):
+            assert mc.recv("a", 0, **want)[1].item() == i
+        return
+    for i in range(2 * MOST):  # now it goes at once
+        mc.send(torch.full((2,), float(i)), "a", 1, mesh=mesh)
+    read_soon, others = one_message._read_soon, threading.Event()
+
+    def late(letters: Any, sent: Any) -> bool:
+        if threading.current_thread() is slow:
+            begun.set()
+            others.wait(30)
+        return read_soon(letters, sent)
+
+    begun = threading.Event()
+    slow = threading.Thread(target=mc.send, args=(torch.ones(2), "a", 1, 7), kwargs={"mesh": mesh}, daemon=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_message, "_read_soon", late)
+        slow.start()
+        assert begun.wait(30)
+        for i in range(2 * MOST):
+            mc.send(torch.full((2,), float(i)), "a", 1, mesh=mesh)
+        others.set()
+        slow.join(10)
+    assert not slow.is_alive()
+
+
 @pytest.mark.parametrize(
-    "program", [between_others, facing, both_ways_at_once, escaped, untaken], ids=lambda fn: fn.__name__
+    "program", [between_others, facing, both_ways_at_once, escaped, untaken, overtaken], ids=lambda fn: fn.__name__
 )
 def test_at_once_and_not(pool4: Any, program: Callable[[], None]) -> None:
     pool4.run(program)

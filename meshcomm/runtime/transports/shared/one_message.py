@@ -62,6 +62,10 @@ _KNOWN, _PLACES = 512, 64
 """How many kinds of messages are known of an axis, and of each how many places where something is lent."""
 _CPU = torch.device("cpu")
 _MOVED = dtypes.PLAIN | {torch.bool, torch.int16, torch.complex64, torch.complex128}
+_LOWEST = 2**22
+"""Nothing of a program's lies below this: the address of what has no memory (zeros that torch makes when they are read,
+what is traced) is nothing and an offset.
+"""
 _copy = ctypes.memmove
 
 
@@ -82,7 +86,7 @@ class _Known:
         """That of any letter that fits."""
         self.parts = max(1, _PART // dtype.itemsize) if self.nbytes > _PART else 0
         """Elements of a part; 0 if all goes as one."""
-        with _torch.outside_transforms():
+        with torch.inference_mode(False):  # it outlives that; nothing else is active: ``plain_now``
             self.like = torch.empty(0, dtype=dtype, device=_CPU)
         self.places: dict[Any, Any] = {}
 
@@ -214,7 +218,9 @@ def _put(link: Any, letters: Letters, what: _Known, post: Any) -> Sent:
     except RuntimeError:  # it has escaped from a transform
         x = x.detach()
         address = x.data_ptr()
-    if what.nbytes <= INSIDE:
+    if address < _LOWEST and what.nbytes:  # torch knows what it is, or that it cannot be read
+        sent = None
+    elif what.nbytes <= INSIDE:
         sent = _put_inside(link, letters, what, address, dst)
     else:
         sent = _put_lent(link, letters, what, x, dst)
@@ -298,9 +304,8 @@ def _read_soon(letters: Letters, sent: Sent) -> bool:
     if sent.rest is not None:
         return False
     lent, at, number, end = sent.lent, sent.at, sent.number, 0.0
-    cells, wanted = (letters.own, number) if lent is None else (lent.flags, 0)
-    at = sent.to if lent is not None else at
-    while cells is not None and cells[at] != wanted:
+    cells, at = (letters.own, at) if lent is None else (lent.flags, sent.to)
+    while cells is not None and (cells[at] if lent is not None else cells[at] < number):
         now = monotonic()
         if not end:
             end = now + AWAKE
