@@ -513,6 +513,8 @@ def test_batches_are_split_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_message_is_sent_from_the_device_on_which_it_is_received() -> None:
     class Axis:
+        size, is_on_cpu = 2, False
+
         class mesh:  # noqa: N801
             in_process, device = False, torch.device("meta")
 

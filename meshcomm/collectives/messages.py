@@ -156,7 +156,7 @@ def recv(
         MeshError: no such axis or index; this rank itself; a shape or dtype that is none; a time-out that is not
             positive.
         CommError: the time is up; the sender sends another shape or dtype (not compared on an accelerator whose backend
-            moves the message: NCCL); in-process, where nobody can go on.
+            moves the message: NCCL), or was interrupted in the middle of it; in-process, where nobody can go on.
 
     Example: see :func:`send`.
 
@@ -218,8 +218,8 @@ def exchange(
     Raises:
         MeshError: as :func:`send` and :func:`recv`; a message to oneself that does not meet its other side in the same
             batch; a time-out that is not positive.
-        CommError: the time is up; what comes has another shape or dtype, as for :func:`recv`; in-process, where nobody
-            can go on.
+        CommError: the time is up; what comes has another shape or dtype, as for :func:`recv`; a sender was
+            interrupted in the middle; in-process, where nobody can go on.
 
     Example:
         >>> import torch, meshcomm as mc

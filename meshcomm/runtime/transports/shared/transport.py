@@ -47,6 +47,15 @@ _APART = 2**14
 """Bytes of a tensor, in the mean, from which on one pass over it beats one call for many."""
 
 
+@_torch.out_of_graphs
+def _first_now(link: Any, post: Post | None, want: Want | None) -> list[Tensor] | None:
+    """``exchange_now`` of a link that has had no message: what it will know of them is made with the first one."""
+    if link.mail.letters is None:
+        return None
+    link.exchange_now = one_message.exchange_now_in(link.log, Posted)
+    return link.exchange_now(link, post, want)  # type: ignore[no-any-return]
+
+
 class OneHostLink(ProcessLink):
     """A group of processes on one machine."""
 
@@ -59,7 +68,7 @@ class OneHostLink(ProcessLink):
         """As any; small calls that are waited for at once have a way of their own."""
         super().note_in(log)
         self._at_once = at_once.at_once_in(log)
-        self.exchange_now = one_message.exchange_now_in(log, Posted)
+        self.exchange_now = _first_now  # of another log
 
     def copies(self, name: str, x: Tensor) -> bool:
         """What is lent is a copy."""
