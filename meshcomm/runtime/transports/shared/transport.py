@@ -11,7 +11,7 @@ rest, but if another has begun its own to be waited for later, it reduces that p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from threading import get_ident
@@ -61,6 +61,7 @@ class OneHostLink(ProcessLink):
 
     mail: Mail = cast(Any, Made())
     hears = shares_memory = True
+    exchange_now: Callable[..., Any] = staticmethod(_first_now)
     watches: dict[int, tuple[Watch, Record]] = {}  # noqa: RUF012
     """Of each thread's next call, where somebody wants that all ranks make it, or none does: it is noted already."""
 
@@ -68,7 +69,7 @@ class OneHostLink(ProcessLink):
         """As any; small calls that are waited for at once have a way of their own."""
         super().note_in(log)
         self._at_once = at_once.at_once_in(log)
-        self.exchange_now = _first_now  # of another log
+        vars(self).pop("exchange_now", None)  # that is of another log
 
     def copies(self, name: str, x: Tensor) -> bool:
         """What is lent is a copy."""
