@@ -143,8 +143,9 @@ def recv(
             order alone (NCCL), 0 here, and tags only in ``exchange``, with all that have one in one call on both sides.
         mesh: the current mesh by default.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
-        timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out. Not with
-            async_op, whose ``wait`` has one.
+        timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out; the
+            message, should it come, is taken all the same. Not with async_op, whose ``wait`` has one: who wants to ask
+            again waits for that Work again.
 
     Returns: a tensor of that shape and dtype on the mesh's device, new storage.
 
