@@ -248,15 +248,22 @@ def made(
     """
     seen = kind_of(x) if isinstance(x, Tensor) else (None, ())
     call, link = Call(op.name, given, op.compared[: len(given)], None, axis, *seen), axis.link
-    if how or (link.watched and not link.briefly) or profiler_on():
-        with calling(axis, call):
-            y = for_later(bool(how), go, link)
-            return _handed(op.name, axis, x, y, how) if how else y
-    before, told.call = told.call, call  # the same in fewer steps
+    before = told.call, told.begun
+    begun: list[Any] = []
+    told.begun = None if link.watched else begun
     try:
+        if how or (link.watched and not link.briefly) or profiler_on():
+            with calling(axis, call):
+                y = for_later(bool(how), go, link)
+                return _handed(op.name, axis, x, y, how) if how else y
+        told.call = call  # the same in fewer steps
         return for_later(False, go, link)
+    except BaseException:  # Ctrl-C, too: nobody has what has come
+        for give_up, args in begun:
+            give_up(*args)
+        raise
     finally:
-        told.call = before
+        told.call, told.begun = before  # no call from here to where the caller has it
 
 
 def kept(x: Tensor, later: bool | Limit) -> Tensor:

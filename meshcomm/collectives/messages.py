@@ -58,7 +58,8 @@ def send(
     async_op: bool = False,
     timeout: float | timedelta | None = None,
 ) -> Any:
-    """Send ``x`` to one rank, which calls :func:`recv`; returns when it has been taken or may be overwritten.
+    """Send ``x`` to one rank, which calls :func:`recv`; returns when it has been taken or may be overwritten. Of one
+    that is interrupted (Ctrl-C) all may have been sent, or nothing; who receives less than all is told.
 
     Type: varying -> one rank.
 
@@ -147,7 +148,8 @@ def recv(
             message, should it come, is taken all the same. Not with async_op, whose ``wait`` has one: who wants to ask
             again waits for that Work again.
 
-    Returns: a tensor of that shape and dtype on the mesh's device, new storage.
+    Returns: a tensor of that shape and dtype on the mesh's device, new storage. Who is interrupted in it (Ctrl-C) has
+        taken nothing, between processes of one machine: the next receive gets the message.
 
     Backward: none: use :func:`permute` or :func:`shift`.
 

@@ -216,6 +216,10 @@ class _Told(threading.local):
     """Whether who makes the call waits for it nevertheless."""
     node: Any = None
     """The node of autograd that is being made of the call, where somebody hears it."""
+    begun: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
+    """How to give up the messages of this call, and with what: so does who makes it if it is interrupted, for nobody
+    has what has come by them.
+    """
     takes = False
     """Whether nobody stands still until a message of this call is here that is received later: what of it comes in a
     second step is then taken by who waits for it, without a thread.
