@@ -749,6 +749,8 @@ def receiver_at_each_door(length: int, how: str, seconds: float) -> int:
     want: Any = {"shape": (length,), "dtype": torch.float32, "mesh": mesh}
 
     def take(works: list[Any]) -> Tensor:
+        if how == "object":
+            return mc.recv_object("a", 0, mesh=mesh)
         if how == "exchange":
             return mc.exchange([], [(0, (length,), torch.float32)], "a", mesh=mesh)[0]
         if how == "in time":
@@ -764,7 +766,8 @@ def receiver_at_each_door(length: int, how: str, seconds: float) -> int:
         if mesh.rank == 0:
             time.sleep(seconds)
             for value in (float(times), -1.0):
-                mc.send(torch.full((length,), value), "a", 1, mesh=mesh)
+                x = torch.full((length,), value)
+                _ = mc.send_object(x, "a", 1, mesh=mesh) if how == "object" else mc.send(x, "a", 1, mesh=mesh)
             over = mc.recv("a", 1, shape=(), dtype=torch.bool, mesh=mesh).item()
         else:
             works: list[Any] = []
@@ -792,7 +795,7 @@ def test_who_sends_is_interrupted_anywhere(pool4: Any, length: int) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 2e-3], ids=["soon", "late"])
-@pytest.mark.parametrize("how", ["now", "exchange", "in time", "later"])
+@pytest.mark.parametrize("how", ["now", "exchange", "in time", "later", "object"])
 @pytest.mark.parametrize("length", [16, 5000, _PART])
 def test_who_receives_is_interrupted_anywhere(pool4: Any, length: int, how: str, seconds: float) -> None:
     assert max(pool4.run(receiver_at_each_door, length, how, seconds)) > 10

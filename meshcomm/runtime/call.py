@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from meshcomm._torch.backward import backward_pass
-from meshcomm.errors import shape_text
+from meshcomm.errors import OurError, shape_text
 from meshcomm.runtime.callsite import CallSite, called_at, site_of
 from meshcomm.runtime.whose import Whose, differ
 from meshcomm.runtime.words import (
@@ -217,9 +217,7 @@ class _Told(threading.local):
     node: Any = None
     """The node of autograd that is being made of the call, where somebody hears it."""
     begun: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
-    """How to give up the messages of this call, and with what: so does who makes it if it is interrupted, for nobody
-    has what has come by them.
-    """
+    """How to give up the messages of this call, and with what: see :func:`all_or_none`."""
     takes = False
     """Whether nobody stands still until a message of this call is here that is received later: what of it comes in a
     second step is then taken by who waits for it, without a thread.
@@ -240,6 +238,20 @@ def for_later(asked: bool, fn: Callable[..., T], *args: Any) -> T:
         return fn(*args)
     finally:
         told.later = before
+
+
+def all_or_none(link: Any, fn: Callable[..., T], *args: Any) -> T:
+    """``fn(*args)``; who is interrupted in it has none of what has come by its messages: that is for who asks next."""
+    before, begun = told.begun, list[Any]()
+    told.begun = None if link.watched else begun  # there the others count it as made
+    try:
+        return fn(*args)
+    except BaseException as error:
+        for give_up, given in () if isinstance(error, OurError) else reversed(begun):  # the first comes to stand first
+            give_up(*given)
+        raise
+    finally:
+        told.begun = before  # no call from here to where the caller has it
 
 
 def gradients_agree(mine: int, theirs: int) -> bool:
