@@ -149,7 +149,7 @@ def recv(
             again waits for that Work again.
 
     Returns: a tensor of that shape and dtype on the mesh's device, new storage. Who is interrupted in it (Ctrl-C) has
-        taken nothing, between processes of one machine: the next receive gets the message.
+        taken nothing where processes share memory, without guard: the next receive gets the message.
 
     Backward: none: use :func:`permute` or :func:`shift`.
 
