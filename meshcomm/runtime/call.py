@@ -201,6 +201,9 @@ UNSEEN = (), (), (), ((), ()), None, False
 """The last fields of a call of which no link has seen anything."""
 
 
+Begun = list[tuple[Callable[..., None], tuple[Any, ...]]] | None
+
+
 class _Told(threading.local):
     """What this thread is calling, said by who makes the call while its primitives run, and by nobody else: so nothing
     of a call is left for the next one.
@@ -216,7 +219,7 @@ class _Told(threading.local):
     """Whether who makes the call waits for it nevertheless."""
     node: Any = None
     """The node of autograd that is being made of the call, where somebody hears it."""
-    begun: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
+    begun: Begun = None
     """How to give up the messages of this call, and with what: see :func:`all_or_none`."""
     takes = False
     """Whether nobody stands still until a message of this call is here that is received later: what of it comes in a
@@ -242,16 +245,23 @@ def for_later(asked: bool, fn: Callable[..., T], *args: Any) -> T:
 
 def all_or_none(link: Any, fn: Callable[..., T], *args: Any) -> T:
     """``fn(*args)``; who is interrupted in it has none of what has come by its messages: that is for who asks next."""
-    before, begun = told.begun, list[Any]()
-    told.begun = None if link.watched else begun  # there the others count it as made
+    before = told.begun
+    begun: Begun = None if link.watched else []  # there the others count it as made
+    told.begun = begun
     try:
         return fn(*args)
     except BaseException as error:
-        for give_up, given in () if isinstance(error, OurError) else reversed(begun):  # the first comes to stand first
-            give_up(*given)
+        given_up(begun, error)
         raise
     finally:
         told.begun = before  # no call from here to where the caller has it
+
+
+def given_up(begun: Begun, error: BaseException) -> None:
+    """What an interrupted call has begun. The first comes to stand first."""
+    if begun and not isinstance(error, OurError):
+        for give_up, args in reversed(begun):
+            give_up(*args)
 
 
 def gradients_agree(mine: int, theirs: int) -> bool:
