@@ -246,7 +246,7 @@ def for_later(asked: bool, fn: Callable[..., T], *args: Any) -> T:
 def all_or_none(link: Any, fn: Callable[..., T], *args: Any) -> T:
     """``fn(*args)``; who is interrupted in it has none of what has come by its messages: that is for who asks next."""
     before = told.begun
-    begun: Begun = None if link.watched else []  # there the others count it as made
+    begun: Begun = None if link.watched and is_agreed(link) else []
     told.begun = begun
     try:
         return fn(*args)
@@ -255,6 +255,11 @@ def all_or_none(link: Any, fn: Callable[..., T], *args: Any) -> T:
         raise
     finally:
         told.begun = before  # no call from here to where the caller has it
+
+
+def is_agreed(link: Any) -> bool:
+    """Whether a call is one that all ranks have agreed to make: the others count it as made, whatever becomes of it."""
+    return bool(getattr(link.hooks, "compare", False))
 
 
 def given_up(begun: Begun, error: BaseException) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from meshcomm import _torch
 from meshcomm.errors import CommError
-from meshcomm.runtime.call import Post, Want
+from meshcomm.runtime.call import Post, Want, is_agreed
 from meshcomm.runtime.pending import begin_all, queued
 from meshcomm.runtime.process import lending
 from meshcomm.runtime.process.lending import STATE, Segment
@@ -203,7 +203,7 @@ def exchange_now_in(log: Log, posts: Posts) -> Callable[[Any, Post | None, Want 
         except BaseException as error:  # Ctrl-C, too
             if sent is not None:
                 sent.let_go(letters.mail.index)
-            if link.watched:  # the others count it as made: what comes is nobody else's
+            if link.watched and is_agreed(link):  # what comes is nobody else's
                 if parcel is not None:
                     parcel.dropped = True
                     letters.see_to_it()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from meshcomm import _torch
 from meshcomm.errors import CommError
-from meshcomm.runtime.call import Post, Want, for_later, told
+from meshcomm.runtime.call import Post, Want, for_later, is_agreed, told
 from meshcomm.runtime.health.lateness import Late
 from meshcomm.runtime.pending import begin_all, queued
 from meshcomm.runtime.process.reuse import reserve
@@ -363,7 +363,7 @@ class OneHostLink(ProcessLink):
             if parcels and not told.takes and posted.look():
                 letters.see_to_it()
         except BaseException:  # Ctrl-C, too
-            if self.watched:  # the others count it as made: what comes is nobody else's
+            if self.watched and is_agreed(self):  # what comes is nobody else's
                 posted.abandon()
                 letters.see_to_it()
             else:
