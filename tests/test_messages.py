@@ -21,9 +21,10 @@ from torch import Tensor
 
 import meshcomm as mc
 from meshcomm.runtime.process import lending
+from meshcomm.runtime.process.boxes import Box
 from meshcomm.runtime.transports.envelopes import ROOM, SIZE, Envelope
 from meshcomm.runtime.transports.shared import one_message
-from meshcomm.runtime.transports.shared.letters import INSIDE, MOST, Letters
+from meshcomm.runtime.transports.shared.letters import INSIDE, MOST, Letters, letters_of
 from meshcomm.runtime.transports.shared.mailbox import Mail
 from meshcomm.runtime.transports.shared.one_message import _PART, _write_parts
 from meshcomm.runtime.transports.shared.waiting import Wait
@@ -799,6 +800,61 @@ def test_who_sends_is_interrupted_anywhere(pool4: Any, length: int) -> None:
 @pytest.mark.parametrize("length", [16, 5000, _PART])
 def test_who_receives_is_interrupted_anywhere(pool4: Any, length: int, how: str, seconds: float) -> None:
     assert max(pool4.run(receiver_at_each_door, length, how, seconds)) > 10
+
+
+def interrupted_before_it_says_so() -> list[float]:
+    """Who is interrupted when it has seen as many letters as there is place for, and has not said so, gets the rest."""
+    mesh = pair()
+    if mesh is None:
+        return []
+    want: Any = {"shape": (1,), "dtype": torch.float32, "mesh": mesh, "timeout": 30}
+    if mesh.rank == 0:
+        works = [mc.send(torch.tensor([float(i)]), "a", 1, mesh=mesh, async_op=True) for i in range(MOST + 2)]
+        mc.barrier("a", mesh=mesh)
+        mc.wait(works)
+        return []
+    mc.barrier("a", mesh=mesh)
+    letters = letters_of(mesh.axis("a").link.mail)
+
+    def at_lines(frame: Any, event: str, _: object) -> Any:
+        if frame.f_code is not Letters.look.__code__:
+            return None
+        if event == "line" and letters.next[0] > MOST:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return at_lines
+
+    before = sys.gettrace()
+    sys.settrace(at_lines)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            mc.recv("a", 0, **want)
+    finally:
+        sys.settrace(before)
+    return [mc.recv("a", 0, **want).item() for _ in range(MOST + 2)]
+
+
+def test_who_is_interrupted_before_it_says_what_it_has_seen(pool4: Any) -> None:
+    assert pool4.run(interrupted_before_it_says_so)[1] == [float(i) for i in range(MOST + 2)]
+
+
+def interrupted_before_the_first() -> float:
+    """Whose first letter was interrupted sends the next one all the same."""
+    mesh = pair()
+    if mesh is None:
+        return 0.0
+    if mesh.rank == 1:
+        return mc.recv("a", 0, shape=(1,), dtype=torch.float32, mesh=mesh, timeout=30).item()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Box, "say_letters", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            mc.send(torch.tensor([1.0]), "a", 1, mesh=mesh)
+    mc.send(torch.tensor([2.0]), "a", 1, mesh=mesh)
+    return 0.0
+
+
+def test_who_is_interrupted_before_the_first_letter(pool4: Any) -> None:
+    assert pool4.run(interrupted_before_the_first)[1] == 2.0
 
 
 def dies_in_the_middle(folder: str) -> None:
