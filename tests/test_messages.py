@@ -25,7 +25,7 @@ from meshcomm.runtime.transports.envelopes import ROOM, SIZE, Envelope
 from meshcomm.runtime.transports.shared import one_message
 from meshcomm.runtime.transports.shared.letters import INSIDE, MOST, Letters
 from meshcomm.runtime.transports.shared.mailbox import Mail
-from meshcomm.runtime.transports.shared.one_message import _PART, _write_parts
+from meshcomm.runtime.transports.shared.one_message import _PART, _write
 from meshcomm.runtime.transports.shared.waiting import Wait
 
 Run = Callable[..., list[Any]]
@@ -621,7 +621,7 @@ def broken_off(later: bool) -> list[str]:
     if mesh.rank == 0:
         x = torch.full((length,), 3.0, dtype=torch.float64)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(one_message, "_write_parts", half_of_it)
+            patch.setattr(one_message, "_write", half_of_it)
             with pytest.raises(KeyboardInterrupt):
                 mc.send(x, "a", 1, mesh=mesh)
         mc.send(x + 1, "a", 1, mesh=mesh)
@@ -637,8 +637,8 @@ def broken_off(later: bool) -> list[str]:
     return found
 
 
-def half_of_it(lent: Any, parts: Any, own: Any) -> None:
-    _write_parts(lent, parts[:2], own[:2])
+def half_of_it(lent: Any, address: int, nbytes: int) -> None:
+    _write(lent, address, nbytes // 2)
     time.sleep(0.05)
     raise KeyboardInterrupt
 
@@ -658,7 +658,7 @@ def slow_and_whole(later: bool) -> list[float]:
     for _ in range(4):
         if mesh.rank == 0:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(one_message, "_write_parts", one_by_one)
+                patch.setattr(one_message, "_write", one_by_one)
                 mc.send(torch.arange(float(length)), "a", 1, mesh=mesh)
         else:
             y: Any = mc.recv("a", 0, shape=(length,), dtype=torch.float32, mesh=mesh, async_op=later)  # type: ignore[call-overload]
@@ -666,10 +666,10 @@ def slow_and_whole(later: bool) -> list[float]:
     return found
 
 
-def one_by_one(lent: Any, parts: Any, own: Any) -> None:
-    for number in range(1, len(parts) + 1):
+def one_by_one(lent: Any, address: int, nbytes: int) -> None:
+    for length in range(_PART, nbytes + 1, _PART):
         time.sleep(0.02)
-        _write_parts(lent, parts[:number], own[:number])
+        _write(lent, address, length)
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
@@ -777,12 +777,12 @@ def dies_in_the_middle(folder: str) -> None:
             return
         with pytest.MonkeyPatch.context() as patch:
             if number == 2:
-                patch.setattr(one_message, "_write_parts", half_and_dead)
+                patch.setattr(one_message, "_write", half_and_dead)
             mc.send(torch.ones(_PART), "a", 1, mesh=mesh)
 
 
-def half_and_dead(lent: Any, parts: Any, own: Any) -> None:
-    _write_parts(lent, parts[:2], own[:2])
+def half_and_dead(lent: Any, address: int, nbytes: int) -> None:
+    _write(lent, address, nbytes // 2)
     os._exit(7)
 
 
