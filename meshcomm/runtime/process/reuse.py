@@ -111,7 +111,7 @@ class Reserve:
     def _take(self, nbytes: int, count: int) -> list[_Kept] | None:
         now, mine = self._now(), self._kept
         found: list[_Kept] = []
-        for kept in mine:
+        for kept in reversed(mine):  # what was used last is nearest to the processor
             if kept.nbytes == nbytes and kept.is_free():
                 found.append(kept)
                 if len(found) == count:
