@@ -14,7 +14,6 @@ first, nothing can be lent; somebody is interrupted) it goes on as the messages 
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 from array import array
@@ -31,7 +30,7 @@ from meshcomm.errors import CommError
 from meshcomm.runtime.call import Post, Want
 from meshcomm.runtime.pending import begin_all, queued
 from meshcomm.runtime.process import lending
-from meshcomm.runtime.process.lending import STATE, Segment
+from meshcomm.runtime.process.lending import LOWEST, PART, STATE, Segment, copy
 from meshcomm.runtime.process.reuse import LEAST, reserve
 from meshcomm.runtime.recorder import ENDED, Log, Record, failed
 from meshcomm.runtime.transports import dtypes
@@ -56,17 +55,10 @@ from meshcomm.runtime.transports.shared.letters import (
 )
 from meshcomm.runtime.transports.shared.waiting import AWAKE
 
-_PART = 2**18
-"""Bytes of a message that are written before the receiver copies them."""
 _KNOWN, _PLACES = 512, 64
 """How many kinds of messages are known of an axis, and of each how many places where something is lent."""
 _CPU = torch.device("cpu")
 _MOVED = dtypes.PLAIN | {torch.bool, torch.int16, torch.complex64, torch.complex128}
-_LOWEST = 2**22
-"""Nothing of a program's lies below this: the address of what has no memory (zeros that torch makes when they are read,
-what is traced) is nothing and an offset.
-"""
-_copy = ctypes.memmove
 
 
 class _Known:
@@ -204,7 +196,7 @@ def _put(link: Any, letters: Letters, what: _Known, post: Any) -> Sent:
     except RuntimeError:  # it has escaped from a transform
         x = x.detach()
         address = x.data_ptr()
-    if address < _LOWEST and what.nbytes:  # torch knows what it is, or that it cannot be read
+    if address < LOWEST and what.nbytes:  # torch knows what it is, or that it cannot be read
         sent = None
     elif what.nbytes <= INSIDE:
         sent = _put_inside(link, letters, what, address, dst)
@@ -225,7 +217,7 @@ def _put_inside(link: Any, letters: Letters, what: _Known, address: int, dst: in
         if number - cells[RING * dst] > MOST or dst in letters.left:
             return None
         if nbytes:
-            _copy(letters.own_address + 8 * (at + DATA), address, nbytes)
+            copy(letters.own_address + 8 * (at + DATA), address, nbytes)
         cells[at + 1 : at + CELLS] = what.says
         held[place] = number
         cells[at] = number  # now it is there; no call from here to the next line
@@ -280,8 +272,8 @@ def _put_lent(link: Any, letters: Letters, what: _Known, address: int, dst: int)
 def _write(lent: Segment, address: int, nbytes: int) -> None:
     cells, to, written = lent.cells, lent.bytes.data_ptr(), 0
     while written < nbytes:
-        part = min(_PART, nbytes - written)
-        _copy(to + written, address + written, part)
+        part = min(PART, nbytes - written)
+        copy(to + written, address + written, part)
         cells[STATE] = written = written + part
 
 
@@ -330,7 +322,7 @@ def _taken(link: Any, letters: Letters, what: _Known, src: int, out: Tensor) -> 
                 return False
         else:
             if what.nbytes:
-                _copy(out.data_ptr(), letters.addresses[src] + 8 * (at + DATA), what.nbytes)
+                copy(out.data_ptr(), letters.addresses[src] + 8 * (at + DATA), what.nbytes)
             following[src] = number + 1  # no call from here to the last of these lines
             cells[base] = cells[at + TAKEN] = number
     box = mail.boxes[src]
@@ -347,7 +339,7 @@ def _copied(link: Any, what: _Known, src: int, cells: Any, at: int, out: Tensor,
     lent, address = what.places.get(place) or what.lent(link, cells[at + PLACE : at + CELLS].tolist(), src)
     mail, state, to, nbytes, read = link.mail, lent.cells, out.data_ptr(), what.nbytes, 0
     while read < nbytes:
-        part, end = min(_PART, nbytes - read), 0.0
+        part, end = min(PART, nbytes - read), 0.0
         while state[STATE] < read + part:
             now = monotonic()
             if not end:
@@ -355,7 +347,7 @@ def _copied(link: Any, what: _Known, src: int, cells: Any, at: int, out: Tensor,
             elif now > end:
                 return False
             os.sched_yield()
-        _copy(to + read, address + read, part)
+        copy(to + read, address + read, part)
         read += part
     index, following = mail.index, mail.letters.next
     following[src] = number + 1  # no call from here to the last of these lines
