@@ -23,8 +23,10 @@ last column says whether the line holds the budgets: over torch's call, and of 2
 
 Processes use NCCL where there are GPUs and gloo elsewhere. Ours and torch's take turns sample by sample, with a barrier
 before each. A sample's time is that of the slowest rank, and a number is the median of the samples. On CPUs the host's
-clock times one call, and with it that the ranks wake from the barrier, often on one core; ``--in-a-row 20`` times so
+clock times one call, and with it that the ranks come from the barrier, with cold caches; ``--in-a-row 20`` times so
 many calls one after the other, as nccl-tests does, and so it is on an accelerator, between two synchronisations of it.
+Where one machine has as many cores as ranks, each rank has one of its own, as MPI's launchers bind them: gloo's threads
+wake all on one core, where ranks that give way to each other stay for thousands of calls, in turns.
 In-process, where ranks run one at a time, a sample lasts from the first rank's start to the last one's end;
 torch.distributed cannot have its ranks in one process, so there is nothing beside.
 
@@ -34,13 +36,14 @@ Then all_reduce is taken apart: it equals all_gather after reduce_scatter, in va
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
 import time
 import zlib
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -135,6 +138,19 @@ class Ranks:
     def _on_one_machine(self) -> bool:
         name = zlib.crc32(table.machine().encode())  # 0: there is no telling
         return name > 0 and self.greatest([name, -name]) == [name, -name]
+
+    @contextlib.contextmanager
+    def each_on_its_cores(self) -> Iterator[None]:
+        """On CPUs of one machine this thread runs where no other rank's does, if there are as many cores."""
+        before = os.sched_getaffinity(0) if self.one_clock and self.device.type == "cpu" else set[int]()
+        each = len(before) // self.size
+        if each:
+            os.sched_setaffinity(0, sorted(before)[self.rank * each : (self.rank + 1) * each])
+        try:
+            yield
+        finally:
+            if each:
+                os.sched_setaffinity(0, before)
 
     def synchronize(self) -> None:
         if self.device.type != "cpu":
@@ -274,6 +290,12 @@ def measure_halves(size: int, ranks: Ranks, options: Namespace) -> Halves:
 def measure(options: Namespace, runtime: str) -> dict[str, Any]:
     """One run, on one rank: all rows, printed by rank 0 as they come, and as they go to --json."""
     ranks = Ranks(runtime)
+    with ranks.each_on_its_cores():
+        return measure_all(options, runtime, ranks)
+
+
+def measure_all(options: Namespace, runtime: str, ranks: Ranks) -> dict[str, Any]:
+    """The same, where the ranks run."""
     leads = ranks.rank == 0
     in_two = options.sizes if "all_reduce" in options.ops else []
     progress = Progress(len(options.sizes) * len(options.ops) + len(in_two), sys.stderr if leads else None)

@@ -405,6 +405,21 @@ def test_processes_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "wrong elements: 0" in out
 
 
+def cores() -> tuple[set[int], set[int], set[int]]:
+    before, ranks = os.sched_getaffinity(0), collectives.Ranks("processes")
+    with ranks.each_on_its_cores():
+        within = os.sched_getaffinity(0)
+    return before, within, os.sched_getaffinity(0)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs a core for each rank")
+def test_each_rank_has_cores_of_its_own_for_a_while() -> None:
+    first, second = mc.launch(cores, 2, runtime="processes", backend="gloo")
+    assert len(first[1]) == len(second[1]) > 0
+    assert not first[1] & second[1]
+    assert first[0] == first[2] == second[0] == second[2]
+
+
 @pytest.mark.thorough
 def test_torchrun(tmp_path: Path) -> None:
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]

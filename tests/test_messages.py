@@ -22,11 +22,12 @@ from torch import Tensor
 import meshcomm as mc
 from meshcomm.runtime.process import lending
 from meshcomm.runtime.process.boxes import Box
+from meshcomm.runtime.process.lending import PART
 from meshcomm.runtime.transports.envelopes import ROOM, SIZE, Envelope
 from meshcomm.runtime.transports.shared import one_message
 from meshcomm.runtime.transports.shared.letters import INSIDE, MOST, Letters, letters_of
 from meshcomm.runtime.transports.shared.mailbox import Mail
-from meshcomm.runtime.transports.shared.one_message import _PART, _write_parts
+from meshcomm.runtime.transports.shared.one_message import _write
 from meshcomm.runtime.transports.shared.waiting import Wait
 
 Run = Callable[..., list[Any]]
@@ -404,8 +405,8 @@ NOW = {
     "short": torch.arange(900, dtype=torch.int16),
     "half": torch.arange(60, dtype=torch.bfloat16).view(3, 4, 5),
     "a letter is too small for its shape": torch.ones([1] * 20),
-    "parts": torch.arange(3 * _PART // 8 + 5),
-    "parts, not dense": torch.arange(2.0 * _PART).view(2, -1).T,
+    "parts": torch.arange(3 * PART // 8 + 5),
+    "parts, not dense": torch.arange(2.0 * PART).view(2, -1).T,
     "zeros without memory": torch._efficientzerotensor((5,)),
     "a part of zeros without memory": torch._efficientzerotensor((5000,))[4990:],
     "many zeros without memory": torch._efficientzerotensor((5000,)),
@@ -465,7 +466,7 @@ def facing() -> None:
     mesh = pair()
     if mesh is None:
         return
-    for length in (4, 5000, _PART):
+    for length in (4, 5000, PART):
         x, want = torch.full((length,), float(mesh.rank)), (length,)
         got = mc.recv("a", 1 - mesh.rank, shape=want, dtype=x.dtype, mesh=mesh, async_op=True)
         mc.send(x, "a", 1 - mesh.rank, mesh=mesh)
@@ -478,7 +479,7 @@ def both_ways_at_once() -> None:
     if mesh is None:
         return
     me, other = mesh.rank, 1 - mesh.rank
-    for lengths in ((4, 4), (5000, 5000), (_PART, _PART), (4, 5000), (2 * _PART, 0)):
+    for lengths in ((4, 4), (5000, 5000), (PART, PART), (4, 5000), (2 * PART, 0)):
         for turn in range(5):
             x, want = torch.full((lengths[me],), me + 0.5 * turn), (other, (lengths[other],), torch.float32, turn % 2)
             [y] = mc.exchange([(x, other, turn % 2)], [want], "a", mesh=mesh)
@@ -521,7 +522,7 @@ def escaped() -> None:
         kept.append(2 * x)
         return x.sum()
 
-    for length in (4, 5000, _PART):
+    for length in (4, 5000, PART):
         kept.clear()
         torch.func.grad(twice)(torch.ones(length))
         torch.func.jvp(twice, (torch.ones(length),), (torch.ones(length),))
@@ -610,7 +611,7 @@ def broken_off(later: bool) -> list[str]:
     mesh = pair()
     if mesh is None:
         return []
-    length = _PART // 2  # of 8 bytes: four parts
+    length = PART // 2  # of 8 bytes: four parts
     want: Any = {"shape": (length,), "dtype": torch.float64, "mesh": mesh}
     for value in (1.0, 2.0):  # now it goes at once
         if mesh.rank == 0:
@@ -622,7 +623,7 @@ def broken_off(later: bool) -> list[str]:
     if mesh.rank == 0:
         x = torch.full((length,), 3.0, dtype=torch.float64)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(one_message, "_write_parts", half_of_it)
+            patch.setattr(one_message, "_write", half_of_it)
             with pytest.raises(KeyboardInterrupt):
                 mc.send(x, "a", 1, mesh=mesh)
         mc.send(x + 1, "a", 1, mesh=mesh)
@@ -638,8 +639,8 @@ def broken_off(later: bool) -> list[str]:
     return found
 
 
-def half_of_it(lent: Any, parts: Any, own: Any) -> None:
-    _write_parts(lent, parts[:2], own[:2])
+def half_of_it(lent: Any, address: int, nbytes: int) -> None:
+    _write(lent, address, nbytes // 2)
     time.sleep(0.05)
     raise KeyboardInterrupt
 
@@ -655,11 +656,11 @@ def slow_and_whole(later: bool) -> list[float]:
     mesh = pair()
     if mesh is None:
         return []
-    length, found = _PART, []
+    length, found = PART, []
     for _ in range(4):
         if mesh.rank == 0:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(one_message, "_write_parts", one_by_one)
+                patch.setattr(one_message, "_write", one_by_one)
                 mc.send(torch.arange(float(length)), "a", 1, mesh=mesh)
         else:
             y: Any = mc.recv("a", 0, shape=(length,), dtype=torch.float32, mesh=mesh, async_op=later)  # type: ignore[call-overload]
@@ -667,10 +668,10 @@ def slow_and_whole(later: bool) -> list[float]:
     return found
 
 
-def one_by_one(lent: Any, parts: Any, own: Any) -> None:
-    for number in range(1, len(parts) + 1):
+def one_by_one(lent: Any, address: int, nbytes: int) -> None:
+    for length in range(PART, nbytes + 1, PART):
         time.sleep(0.02)
-        _write_parts(lent, parts[:number], own[:number])
+        _write(lent, address, length)
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
@@ -790,14 +791,14 @@ def receiver_at_each_door(length: int, how: str, seconds: float) -> int:
     return times
 
 
-@pytest.mark.parametrize("length", [16, 5000, _PART])
+@pytest.mark.parametrize("length", [16, 5000, PART])
 def test_who_sends_is_interrupted_anywhere(pool4: Any, length: int) -> None:
     assert max(pool4.run(sender_at_each_door, length)) > 10
 
 
 @pytest.mark.parametrize("seconds", [0.0, 2e-3], ids=["soon", "late"])
 @pytest.mark.parametrize("how", ["now", "exchange", "in time", "later", "object"])
-@pytest.mark.parametrize("length", [16, 5000, _PART])
+@pytest.mark.parametrize("length", [16, 5000, PART])
 def test_who_receives_is_interrupted_anywhere(pool4: Any, length: int, how: str, seconds: float) -> None:
     assert max(pool4.run(receiver_at_each_door, length, how, seconds)) > 10
 
@@ -859,7 +860,7 @@ def test_who_is_interrupted_before_the_first_letter(pool4: Any) -> None:
 
 def dies_in_the_middle(folder: str) -> None:
     mesh = mc.make_mesh({"a": 2}, timeout=100.0)
-    want: Any = {"shape": (_PART,), "dtype": torch.float32, "mesh": mesh}
+    want: Any = {"shape": (PART,), "dtype": torch.float32, "mesh": mesh}
     for number in range(3):
         if mesh.rank == 1:
             if number < 2:
@@ -871,12 +872,12 @@ def dies_in_the_middle(folder: str) -> None:
             return
         with pytest.MonkeyPatch.context() as patch:
             if number == 2:
-                patch.setattr(one_message, "_write_parts", half_and_dead)
-            mc.send(torch.ones(_PART), "a", 1, mesh=mesh)
+                patch.setattr(one_message, "_write", half_and_dead)
+            mc.send(torch.ones(PART), "a", 1, mesh=mesh)
 
 
-def half_and_dead(lent: Any, parts: Any, own: Any) -> None:
-    _write_parts(lent, parts[:2], own[:2])
+def half_and_dead(lent: Any, address: int, nbytes: int) -> None:
+    _write(lent, address, nbytes // 2)
     os._exit(7)
 
 

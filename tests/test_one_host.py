@@ -160,6 +160,59 @@ def test_an_all_to_all_of_other_lengths_than_expected(pool4: Any) -> None:
 # --------------------------------------------------------------------------------------------- ahead and behind
 
 
+def escaped(x: Tensor) -> Tensor:
+    """What a transform has made, after its end: torch knows it, but not where it lies."""
+    kept: list[Tensor] = []
+    torch.func.grad(lambda y: (kept.append(2 * y), y.sum())[1])(x)
+    return kept[0]
+
+
+WRITTEN: dict[str, Callable[[], Tensor]] = {
+    "dense": lambda: torch.arange(float(LARGE)),
+    "not a multiple of a part": lambda: torch.arange(lending.PART + 3.0),
+    "small": lambda: torch.arange(5.0),
+    "nothing": lambda: torch.ones(0),
+    "much": lambda: torch.arange(2.0**21),
+    "a parameter": lambda: torch.nn.Parameter(torch.arange(float(LARGE))),
+    "a part of another one": lambda: torch.arange(2.0 * LARGE)[LARGE:],
+    "not dense": lambda: torch.arange(2.0 * LARGE).view(2, -1).T,
+    "every other one": lambda: torch.arange(2.0 * LARGE)[::2],
+    "one value": lambda: torch.tensor(3.0).expand(LARGE),
+    "negative": lambda: torch._neg_view(torch.arange(float(LARGE))),
+    "conjugated": lambda: torch.complex(torch.arange(float(LARGE)), torch.ones(LARGE)).conj(),
+    "zeros without memory": lambda: torch._efficientzerotensor((LARGE,)),
+    "copied when it is written to": lambda: torch._lazy_clone(torch.arange(float(LARGE))),
+    "escaped from a transform": lambda: escaped(torch.arange(float(LARGE))),
+    "half": lambda: torch.arange(LARGE).bfloat16(),
+    "bool": lambda: torch.arange(LARGE) % 3 == 0,
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written_to_where_others_read_it(name: str) -> None:
+    x = WRITTEN[name]()
+    with torch.no_grad():
+        into = torch.empty(x.shape, dtype=x.dtype)
+        lending.put(into, x)
+        assert torch.equal(into, x)
+        if x.ndim == 1:  # where it is not dense, and as another dtype
+            wide = torch.zeros(len(x), 2, dtype=torch.complex128)
+            lending.put(wide[:, 0], x)
+            assert torch.equal(wide[:, 0], x.to(wide.dtype))
+            assert not wide[:, 1].any()
+
+
+def test_a_transform_sees_what_is_written() -> None:
+    def doubled(x: Tensor) -> Tensor:
+        into = torch.zeros_like(x)
+        lending.put(into, 2 * x)
+        return into.sum()
+
+    x = torch.arange(float(LARGE))
+    assert torch.func.grad(doubled)(x).eq(2).all()
+    assert torch.func.vmap(doubled)(x.expand(3, -1)).eq(2 * x.sum()).all()
+
+
 def test_who_listens_is_woken() -> None:
     box = boxes.Arena(memory.create(boxes._ARENA)).make_box(7)
     heard = box.listen()

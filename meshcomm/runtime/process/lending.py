@@ -14,6 +14,7 @@ would clear a byte of the next call that the segment is lent for, perhaps of a t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -51,6 +52,18 @@ longer that takes the next time: to have them again costs about as much as a cal
 """
 _MAPPED = 256
 """The most segments of others that stay mapped."""
+LARGE = 2**16
+"""Bytes from which on it is felt how they are written."""
+PART = 2**18
+"""Bytes that ``memmove`` is given at once: of more the C library moves vectors."""
+_ONE_THREAD = 2**22
+"""Bytes from which on torch's threads, if it has some, are faster."""
+LOWEST = 2**22
+"""Nothing of a program's lies below this: the address of what has no memory (zeros that torch makes when they are read,
+what is traced) is nothing and an offset.
+"""
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+copy = ctypes.memmove
 
 
 class Reader(Protocol):
@@ -136,6 +149,35 @@ def _segment(memory: Memory, offset: int, length: int) -> Segment:
     if found is None:
         found = memory.segments[offset] = Segment(memory, offset, length)
     return found
+
+
+def put(into: Tensor, x: Tensor) -> None:
+    """Copy ``x`` to where others read it. The processor's own way to move bytes writes whole lines; torch's vectors
+    have each fetched first from the core that has read it, which may take longer than all else.
+    """
+    nbytes = into.nbytes
+    if not LARGE <= nbytes <= _ONE_THREAD and (nbytes < LARGE or torch.get_num_threads() > 1):
+        into.copy_(x)
+        return
+    address = _address(x) if x.dtype is into.dtype and x.nbytes == nbytes and into.is_contiguous() else 0
+    if address < LOWEST:
+        into.copy_(x)
+        return
+    to, end = into.data_ptr(), address + nbytes
+    while address < end:
+        part = min(PART, end - address)
+        copy(to, address, part)
+        to, address = to + part, address + part
+
+
+def _address(x: Tensor) -> int:
+    """Where all of it lies as it is; less than ``LOWEST`` if it does not."""
+    if type(x) not in _PLAIN or not _torch.plain_now() or not x.is_contiguous() or x.is_neg() or x.is_conj():
+        return 0
+    try:
+        return x.data_ptr()
+    except RuntimeError:  # it has escaped from a transform
+        return 0
 
 
 class Room:

@@ -111,22 +111,24 @@ class Reserve:
     def _take(self, nbytes: int, count: int) -> list[_Kept] | None:
         now, mine = self._now(), self._kept
         found: list[_Kept] = []
-        for kept in mine:
+        for kept in reversed(mine):  # what was used last is nearest to the processor
             if kept.nbytes == nbytes and kept.is_free():
                 found.append(kept)
                 if len(found) == count:
                     break
-        if len(found) < count and nbytes not in self._asked:  # what is never asked for again is not kept
-            self._asked.append(nbytes)
-            return None
-        for kept in found:
-            mine.remove(kept)
-        new = [_Kept(nbytes) for _ in range(count - len(found))]
-        self.held += nbytes * len(new)
-        found += new
+        if len(found) < count:
+            if nbytes not in self._asked:  # what is never asked for again is not kept
+                self._asked.append(nbytes)
+                return None
+            new = [_Kept(nbytes) for _ in range(count - len(found))]
+            self.held += nbytes * len(new)
+            mine += new
+            found += new
         for kept in found:
             kept.given = now
-        mine += found
+            if kept is not mine[-1]:
+                mine.remove(kept)
+                mine.append(kept)
         while self.held > self._room or len(mine) > _MOST or now - mine[0].given > _LONG:
             self.held -= mine.pop(0).nbytes
         return found

@@ -26,7 +26,7 @@ from meshcomm.runtime.call import told
 from meshcomm.runtime.pending import queued
 from meshcomm.runtime.process import lending
 from meshcomm.runtime.process.boxes import ENTRIES, ENTRY
-from meshcomm.runtime.process.lending import TABLE, Segment
+from meshcomm.runtime.process.lending import LARGE, TABLE, Segment, put
 from meshcomm.runtime.process.reuse import LEAST, reserve
 from meshcomm.runtime.recorder import ENDED, Log, Record, failed
 from meshcomm.runtime.transports import dtypes
@@ -216,7 +216,7 @@ class _Known:
         """Those that the others read; the one that this rank reads."""
         rows = x.reshape(self.rows, -1)
         for span, into in written:
-            into.copy_(rows[span])
+            put(into, rows[span])
         return rows[self.index].view(self.part)
 
     def borrowed(self, mail: Mail, i: int, number: int, places: dict[Any, Any]) -> tuple[Any, ...] | None:
@@ -397,8 +397,10 @@ def at_once_in(log: Log) -> Callable[..., Tensor | None]:
             if lent is not None:
                 if known.spans:
                     own = known.lend_rows(x, written)
-                else:
+                elif known.nbytes < LARGE:
                     written.copy_(x)
+                else:
+                    put(written, x)
                 if known.table:
                     lent.cells[TABLE : TABLE + len(known.table)] = known.table
             elif known.own_at is not None:

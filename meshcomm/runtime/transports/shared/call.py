@@ -33,7 +33,7 @@ from meshcomm import _torch
 from meshcomm.errors import CommError, text
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.pending import Pending, TimedOutError
-from meshcomm.runtime.process.lending import STATE, TABLE, Segment
+from meshcomm.runtime.process.lending import STATE, TABLE, Segment, put
 from meshcomm.runtime.recorder import DROPPED, ENDED, THREAD, Record, failed
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.shared.differences import compare_given, differ_in, runs_differ
@@ -385,7 +385,7 @@ class Call(Entry):
         dtypes.fold(op, [each.tensor_split(size)[index] for each in got], out=part)
         spare = self._nbytes()
         mine = self._lent.bytes[spare : spare + part.nbytes]
-        mine.view(out.dtype).copy_(part)
+        put(mine.view(out.dtype), part)
         self._lent.cells[STATE] = _REDUCED
         self.mail.ring()
 

@@ -17,7 +17,7 @@ from meshcomm.runtime.health import peers
 from meshcomm.runtime.health.lateness import Late, late_text
 from meshcomm.runtime.process import lending
 from meshcomm.runtime.process.boxes import ENTRIES, HERE
-from meshcomm.runtime.process.lending import TABLE, Segment
+from meshcomm.runtime.process.lending import TABLE, Segment, put
 from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.recorder import Log, Record
 from meshcomm.runtime.transports.shared.lexicon import Meaning
@@ -230,10 +230,10 @@ class Entry:
                 write(own)
             elif unread[1] > unread[0] and packed.nbytes > SMALL and not keeps:
                 start, end = unread
-                own[:start].copy_(packed[:start])
-                own[end:].copy_(packed[end:])
+                put(own[:start], packed[:start])
+                put(own[end:], packed[end:])
             else:
-                own.copy_(packed)
+                put(own, packed)
             # What is reduced again by who waits no more must not have changed.
             self._own = own if keeps else packed
         elif packed is not None:

@@ -38,7 +38,7 @@ from meshcomm.errors import CommError
 from meshcomm.runtime.call import Post, Want, told
 from meshcomm.runtime.process import forks
 from meshcomm.runtime.process.boxes import GONE
-from meshcomm.runtime.process.lending import STATE, Segment, room
+from meshcomm.runtime.process.lending import STATE, Segment, put, room
 from meshcomm.runtime.process.memory import Lease, Memory, create, find
 from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.transports import dtypes, envelopes
@@ -387,7 +387,7 @@ class Letters:
             return None
         try:
             if packed.numel():
-                lent.part(packed.nbytes, packed.dtype).copy_(packed)
+                put(lent.part(packed.nbytes, packed.dtype), packed)
             lent.cells[STATE] = packed.nbytes
         except BaseException:  # Ctrl-C: nobody hears of it
             lent.take_back()

@@ -14,7 +14,6 @@ first, nothing can be lent; somebody is interrupted) it goes on as the messages 
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 from array import array
@@ -31,7 +30,7 @@ from meshcomm.errors import CommError
 from meshcomm.runtime.call import Post, Want, is_agreed
 from meshcomm.runtime.pending import begin_all, queued
 from meshcomm.runtime.process import lending
-from meshcomm.runtime.process.lending import STATE, Segment
+from meshcomm.runtime.process.lending import LOWEST, PART, STATE, Segment, copy
 from meshcomm.runtime.process.reuse import LEAST, reserve
 from meshcomm.runtime.recorder import ENDED, Log, Record, failed
 from meshcomm.runtime.transports import dtypes
@@ -56,26 +55,19 @@ from meshcomm.runtime.transports.shared.letters import (
 )
 from meshcomm.runtime.transports.shared.waiting import AWAKE
 
-_PART = 2**18
-"""Bytes of a message that are written before the receiver copies them."""
 _KNOWN, _PLACES = 512, 64
 """How many kinds of messages are known of an axis, and of each how many places where something is lent."""
 _CPU = torch.device("cpu")
 _MOVED = dtypes.PLAIN | {torch.bool, torch.int16, torch.complex64, torch.complex128}
-_LOWEST = 2**22
-"""Nothing of a program's lies below this: the address of what has no memory (zeros that torch makes when they are read,
-what is traced) is nothing and an offset.
-"""
-_copy = ctypes.memmove
 
 
 class _Known:
     """A message like one before: all of it but its number and the tensor."""
 
-    __slots__ = ("dtype", "head", "key", "like", "nbytes", "parts", "places", "route", "says", "shape")
+    __slots__ = ("head", "key", "like", "nbytes", "places", "route", "says", "shape")
 
     def __init__(self, link: Any, other: int, tag: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self.dtype, self.shape = dtype, shape
+        self.shape = shape
         self.nbytes = math.prod(shape) * dtype.itemsize
         self.route = route_of(link.name, tag)
         self.key = other, self.route
@@ -84,8 +76,6 @@ class _Known:
         """The letter from its second cell on, if nothing is lent."""
         self.head = self.says[: PLACE - 1]
         """That of any letter that fits."""
-        self.parts = max(1, _PART // dtype.itemsize) if self.nbytes > _PART else 0
-        """Elements of a part; 0 if all goes as one."""
         with torch.inference_mode(False):  # it outlives that; nothing else is active: ``plain_now``
             self.like = torch.empty(0, dtype=dtype, device=_CPU)
         self.places: dict[Any, Any] = {}
@@ -96,30 +86,18 @@ class _Known:
             return reserve.empty(self.shape, self.like)
         return self.like.new_empty(self.shape)
 
-    def letter(self, lent: Segment) -> tuple[Any, Sequence[Tensor]]:
-        """The letter where this is lent, and the parts that are written there."""
-        said = array("q", (*self.head, *lent.where))
-        found = said, self.cut(lent)
+    def letter(self, lent: Segment) -> array[int]:
+        """That where this is lent."""
+        found = array("q", (*self.head, *lent.where))
         self._keep(lent, lent.kept, found)
         return found
 
-    def lent(self, link: Any, where: Sequence[int], src: int) -> tuple[Any, Any, Sequence[Tensor]]:
-        """The flags of what is lent there, its cells, and the parts that are read. Raises OSError if it is gone."""
+    def lent(self, link: Any, where: Sequence[int], src: int) -> tuple[Segment, int]:
+        """What is lent there, and its address. Raises OSError if it is gone."""
         segment = link.mail.borrow_at(where, src)
-        found = segment.flags, segment.cells, self.cut(segment)
+        found = segment, segment.bytes.data_ptr()
         self._keep((where[1], where[4]), where[3], found)
         return found
-
-    def cut(self, segment: Segment) -> Sequence[Tensor]:
-        """The parts of what lies there."""
-        if torch.is_inference_mode_enabled():
-            with _torch.outside_transforms():  # they outlive that
-                return self.parts_of(segment.part(self.nbytes, self.dtype).view(self.shape))
-        return self.parts_of(segment.part(self.nbytes, self.dtype).view(self.shape))
-
-    def parts_of(self, x: Tensor) -> Sequence[Tensor]:
-        """Of a dense tensor: each goes by itself."""
-        return x.view(-1).split(self.parts) if self.parts else (x,)
 
     def _keep(self, place: Any, kept: object, found: Any) -> None:
         if kept:
@@ -227,12 +205,12 @@ def _put(link: Any, letters: Letters, what: _Known, post: Any) -> Sent:
     except RuntimeError:  # it has escaped from a transform
         x = x.detach()
         address = x.data_ptr()
-    if address < _LOWEST and what.nbytes:  # torch knows what it is, or that it cannot be read
+    if address < LOWEST and what.nbytes:  # torch knows what it is, or that it cannot be read
         sent = None
     elif what.nbytes <= INSIDE:
         sent = _put_inside(link, letters, what, address, dst)
     else:
-        sent = _put_lent(link, letters, what, x, dst)
+        sent = _put_lent(link, letters, what, address, dst)
     return letters.send(link, (x, dst, tag), what.route) if sent is None else sent
 
 
@@ -248,7 +226,7 @@ def _put_inside(link: Any, letters: Letters, what: _Known, address: int, dst: in
         if number - cells[RING * dst] > MOST or dst in letters.left:
             return None
         if nbytes:
-            _copy(letters.own_address + 8 * (at + DATA), address, nbytes)
+            copy(letters.own_address + 8 * (at + DATA), address, nbytes)
         cells[at + 1 : at + CELLS] = what.says
         held[place] = number
         cells[at] = number  # now it is there; no call from here to the next line
@@ -261,8 +239,8 @@ def _put_inside(link: Any, letters: Letters, what: _Known, address: int, dst: in
     return Sent(dst, number, None, None, at + TAKEN)
 
 
-def _put_lent(link: Any, letters: Letters, what: _Known, x: Tensor, dst: int) -> Sent | None:
-    """Write a letter, then what is lent; None if nothing can be."""
+def _put_lent(link: Any, letters: Letters, what: _Known, address: int, dst: int) -> Sent | None:
+    """Write a letter, then lend what lies at this address; None if nothing can be lent."""
     cells, mail = letters.own, link.mail
     try:
         places, readers = (dst, mail.index), [letters.addressees[dst]]
@@ -273,7 +251,7 @@ def _put_lent(link: Any, letters: Letters, what: _Known, x: Tensor, dst: int) ->
         return None
     posted = False
     try:
-        letter, parts = what.places.get(lent) or what.letter(lent)
+        letter = what.places.get(lent) or what.letter(lent)
         with letters.sending:
             number = letters.numbers[dst] + 1
             if not letters.is_closed and number - cells[RING * dst] <= MOST and dst not in letters.left:
@@ -284,7 +262,7 @@ def _put_lent(link: Any, letters: Letters, what: _Known, x: Tensor, dst: int) ->
                 posted = True
         if posted:
             mail.ring_at(dst)
-            _write_parts(lent, parts, what.parts_of(x))
+            _write(lent, address, what.nbytes)
             mail.ring_at(dst)
             return Sent(dst, number, lent, None)
     except BaseException:  # Ctrl-C: who reads it is told, or nobody hears of it
@@ -300,12 +278,12 @@ def _put_lent(link: Any, letters: Letters, what: _Known, x: Tensor, dst: int) ->
     return None
 
 
-def _write_parts(lent: Segment, parts: Sequence[Tensor], own: Sequence[Tensor]) -> None:
-    state, written = lent.cells, 0
-    for part, mine in zip(parts, own, strict=True):
-        part.copy_(mine)
-        written += mine.nbytes
-        state[STATE] = written
+def _write(lent: Segment, address: int, nbytes: int) -> None:
+    cells, to, written = lent.cells, lent.bytes.data_ptr(), 0
+    while written < nbytes:
+        part = min(PART, nbytes - written)
+        copy(to + written, address + written, part)
+        cells[STATE] = written = written + part
 
 
 def _read_soon(letters: Letters, sent: Sent) -> bool:
@@ -353,7 +331,7 @@ def _taken(link: Any, letters: Letters, what: _Known, src: int, out: Tensor, is_
                 return False
         else:
             if what.nbytes:
-                _copy(out.data_ptr(), letters.addresses[src] + 8 * (at + DATA), what.nbytes)
+                copy(out.data_ptr(), letters.addresses[src] + 8 * (at + DATA), what.nbytes)
             following[src] = number + 1  # no call from here to the last of these lines
             cells[base] = cells[at + TAKEN] = number
             is_taken[0] = True
@@ -370,22 +348,22 @@ def _copied(
 ) -> bool:
     """Whether all of what is lent was written in time, and is here."""
     place = cells[at + SERIAL_AT], cells[at + OFFSET_AT]
-    flags, state, parts = what.places.get(place) or what.lent(link, cells[at + PLACE : at + CELLS].tolist(), src)
-    mail, needed = link.mail, 0
-    for part, into in zip(parts, what.parts_of(out), strict=True):
-        needed += into.nbytes
-        end = 0.0
-        while state[STATE] < needed:
+    lent, address = what.places.get(place) or what.lent(link, cells[at + PLACE : at + CELLS].tolist(), src)
+    mail, state, to, nbytes, read = link.mail, lent.cells, out.data_ptr(), what.nbytes, 0
+    while read < nbytes:
+        part, end = min(PART, nbytes - read), 0.0
+        while state[STATE] < read + part:
             now = monotonic()
             if not end:
                 end = now + AWAKE
             elif now > end:
                 return False
             os.sched_yield()
-        into.copy_(part)
+        copy(to + read, address + read, part)
+        read += part
     index, following = mail.index, mail.letters.next
     following[src] = number + 1  # no call from here to the last of these lines
     cells[RING * index] = number
-    flags[index] = 0
+    lent.flags[index] = 0
     is_taken[0] = True
     return True

@@ -25,6 +25,7 @@ from meshcomm.errors import CommError
 from meshcomm.runtime.call import Post, Want, for_later, is_agreed, told
 from meshcomm.runtime.health.lateness import Late
 from meshcomm.runtime.pending import begin_all, queued
+from meshcomm.runtime.process.lending import put
 from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.recorder import CALL, ENDED, Log, Named, Record, failed
 from meshcomm.runtime.transports import dtypes
@@ -457,11 +458,11 @@ class OneHostLink(ProcessLink):
 def _write(own: Tensor, x: Parts) -> None:
     small = own.nbytes < _APART * len(x.parts)
     if small or x.factor == 1.0:
-        if all(part.dtype == own.dtype for part in x.parts):
+        if small and all(part.dtype == own.dtype for part in x.parts):
             torch.cat(list(x.parts), out=own)
         else:
             for place, part in zip(own.split([part.numel() for part in x.parts]), x.parts, strict=True):
-                place.copy_(part)
+                put(place, part)
         if x.factor != 1.0:
             own.mul_(x.factor)
         return
