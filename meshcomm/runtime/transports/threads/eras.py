@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from _thread import get_ident
 from bisect import bisect_right
 from contextvars import ContextVar
 from types import FrameType
@@ -19,17 +20,17 @@ from typing import Any
 import torch
 
 from meshcomm._torch import backward_context, backward_pass, current_node, next_sequence_number, sequence_number
-from meshcomm.runtime.transports.threads.scheduler import current_rank
+from meshcomm.runtime.transports.threads.scheduler import current_rank, local
 
 _MOST = 10_000
 """Changes from mesh to mesh that are kept for a thread; the graphs of those before have ended long ago."""
 
 
 class _Thread:
-    """The eras of one thread: the first node of each, and the mesh."""
+    """The eras of one thread, which begins to have any: the first node of each, and the mesh."""
 
-    def __init__(self, rank: object) -> None:
-        self.rank, self.ident = rank, threading.get_ident()
+    def __init__(self) -> None:
+        self.rank, self.ident = local.rank, get_ident()
         self.by_autograd = backward_pass() >= 0
         """Whether it came to its first mesh in a backward pass: as a rule it is a thread of autograd's."""
         self.starts: list[int] = []
@@ -60,20 +61,42 @@ def _alive() -> list[_Thread]:
     return [each for ref in list(_threads.values()) if (each := ref()) is not None]
 
 
-class _Eras(threading.local):
-    def __init__(self) -> None:
-        self.own = _Thread(current_rank())
+class _InThread(threading.local):
+    """All that a thread knows of meshes: one object, for each takes time where a thread begins and where it ends."""
+
+    def __init__(self) -> None:  # torch 2.11 compiles the attributes of the class in the place of a thread's own
+        self.mesh: Any = None
+        """The current one."""
+        self.within = -1
+        """The backward pass in which it became the current one, if it did in one."""
+        self.first = -1
+        """The key of the first mesh that was current in this thread."""
+        self.several = False
+        """Whether another one was, too: only then may a graph be of another mesh than the current one."""
+        self.body: Any = None
+        """The mesh of the shard_map whose function runs."""
+        self.eras: _Thread | None = None
+        """When which mesh was the current one; None: none was."""
 
 
-_eras = _Eras()
+in_thread = _InThread()
 _mine: ContextVar[_Thread] = ContextVar("_mine")
 """Of the thread whose context it is: torch takes that along to the threads of autograd."""
 
 
 def begin(thing: object | None) -> None:
     """From now on this is the mesh of the nodes that this thread makes."""
-    _eras.own.begin(thing)
-    _mine.set(_eras.own)
+    eras = _own()
+    eras.begin(thing)
+    _mine.set(eras)
+
+
+def _own() -> _Thread:
+    """Those of this thread."""
+    eras = in_thread.eras
+    if eras is None:
+        eras = in_thread.eras = _Thread()
+    return eras
 
 
 def of_current_node() -> Any:
@@ -113,7 +136,7 @@ def _is_in_backward(frame: FrameType | None) -> bool:
 def _of(node: Any) -> object | None:
     number = sequence_number(node)
     if current_rank() is not None:
-        return _eras.own.at(number)
+        return _own().at(number)
     # Autograd has threads of its own, and each thread has its own numbers; few graphs are made by the former.
     for by_autograd in (False, True):
         threads = [each for each in _alive() if each.rank is None and each.by_autograd == by_autograd]
