@@ -28,7 +28,7 @@ from meshcomm.runtime.transports.dry.places import PlaceReads, ReadCoordinate, b
 from meshcomm.runtime.transports.protocol import Place
 from meshcomm.runtime.transports.solo import SoloLink
 from meshcomm.runtime.transports.threads import eras
-from meshcomm.runtime.transports.threads.eras import in_thread
+from meshcomm.runtime.transports.threads.eras import of_thread
 from meshcomm.runtime.transports.threads.scheduler import carry_over, current_rank
 from meshcomm.runtime.transports.threads.scheduler import local as _ranks
 
@@ -371,28 +371,28 @@ class use_mesh:  # noqa: N801  # reads as a verb, as torch.no_grad does
         self._outer: list[tuple[Mesh | None, int]] = []
 
     def __enter__(self) -> Mesh:
-        self._outer.append((in_thread.mesh, in_thread.within))
+        self._outer.append((of_thread.mesh, of_thread.within))
         begin(self._mesh)
         return self._mesh
 
     def __exit__(self, *exc: object) -> None:
-        in_thread.mesh, in_thread.within = self._outer.pop()
+        of_thread.mesh, of_thread.within = self._outer.pop()
         if not torch.compiler.is_compiling():
-            eras.begin(in_thread.mesh)
+            eras.begin(of_thread.mesh)
 
 
 def begin(mesh: Mesh) -> None:
     """``mesh`` is the current one of this thread."""
     _set_current(mesh)
     if not torch.compiler.is_compiling():
-        in_thread.within = _torch.backward_pass()
+        of_thread.within = _torch.backward_pass()
         eras.begin(mesh)
 
 
 def _set_current(mesh: Mesh | None) -> None:
-    in_thread.mesh = mesh
-    if mesh is not None and mesh.key != in_thread.first:
-        in_thread.several, in_thread.first = in_thread.first >= 0, mesh.key
+    of_thread.mesh = mesh
+    if mesh is not None and mesh.key != of_thread.first:
+        of_thread.several, of_thread.first = of_thread.first >= 0, mesh.key
 
 
 def current_mesh() -> Mesh | None:
@@ -405,16 +405,16 @@ def current_mesh() -> Mesh | None:
         ...     mc.current_mesh()
         Mesh({'dp': 1})
     """
-    mesh = in_thread.mesh
-    if (mesh is None or in_thread.several) and not torch.compiler.is_compiling():
+    mesh: Mesh | None = of_thread.mesh
+    if (mesh is None or of_thread.several) and not torch.compiler.is_compiling():
         number = _torch.backward_pass()
-        if number >= 0 and (mesh is None or number != in_thread.within):
+        if number >= 0 and (mesh is None or number != of_thread.within):
             return cast("Mesh | None", eras.of_current_node() or mesh or eras.of_caller())
     return mesh
 
 
 def _capture_current() -> Callable[[], None] | None:
-    return None if in_thread.mesh is None else partial(_set_current, in_thread.mesh)
+    return None if of_thread.mesh is None else partial(_set_current, of_thread.mesh)
 
 
 carry_over(_capture_current)

@@ -20,7 +20,7 @@ from meshcomm.collectives.check import differentiable
 from meshcomm.errors import fail, shape_text
 from meshcomm.mesh import Mesh, begin, current_mesh, use_mesh
 from meshcomm.runtime.process import accelerator
-from meshcomm.runtime.transports.threads.eras import in_thread
+from meshcomm.runtime.transports.threads.eras import of_thread
 from meshcomm.runtime.transports.threads.random_state import RandomState
 from meshcomm.spmd.shard_map.specs import WHERE
 from meshcomm.spmd.types.reachable import Reachable, Slot
@@ -41,27 +41,27 @@ class body_of(use_mesh):  # noqa: N801
 
     def __enter__(self) -> Mesh:
         mesh = super().__enter__()
-        in_thread.body = mesh
+        of_thread.body = mesh
         return mesh
 
     def __exit__(self, *exc: object) -> None:
-        in_thread.body = None
+        of_thread.body = None
         super().__exit__(*exc)
 
 
 def begin_body(mesh: Mesh) -> None:
     """What this thread does until it ends is the body of a shard_map over this mesh."""
-    in_thread.body = mesh
+    of_thread.body = mesh
     begin(mesh)
 
 
 def not_in_a_body(mesh: Mesh) -> None:
     """Refuse a shard_map inside of another one."""
-    if in_thread.body is not None:
+    if of_thread.body is not None:
         fail(
             WHERE,
             "called inside the function of another shard_map.",
-            got=f"mesh {mesh.shape} inside of mesh {in_thread.body.shape}; the values there are a rank's own parts",
+            got=f"mesh {mesh.shape} inside of mesh {of_thread.body.shape}; the values there are a rank's own parts",
             fix="call the function itself there, or use collectives",
         )
 

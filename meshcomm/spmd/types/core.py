@@ -98,7 +98,8 @@ class Core(Remembered, TorchFunctionMode):
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
         here.watcher = self._outer.pop()
         if not self._outer:
-            self._forget_all()
+            if self._pvaried:
+                self._forget_all()
             self._growing.clear()
 
     @contextlib.contextmanager

@@ -9,17 +9,17 @@ the thread that called the backward pass stands in for it.
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
-from _thread import get_ident
 from bisect import bisect_right
 from contextvars import ContextVar
+from threading import get_ident
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from meshcomm._torch import backward_context, backward_pass, current_node, next_sequence_number, sequence_number
+from meshcomm.in_thread import in_thread
 from meshcomm.runtime.transports.threads.scheduler import current_rank, local
 
 _MOST = 10_000
@@ -61,25 +61,22 @@ def _alive() -> list[_Thread]:
     return [each for ref in list(_threads.values()) if (each := ref()) is not None]
 
 
-class _InThread(threading.local):
-    """All that a thread knows of meshes: one object, for each takes time where a thread begins and where it ends."""
-
-    def __init__(self) -> None:  # torch 2.11 compiles the attributes of the class in the place of a thread's own
-        self.mesh: Any = None
-        """The current one."""
-        self.within = -1
-        """The backward pass in which it became the current one, if it did in one."""
-        self.first = -1
-        """The key of the first mesh that was current in this thread."""
-        self.several = False
-        """Whether another one was, too: only then may a graph be of another mesh than the current one."""
-        self.body: Any = None
-        """The mesh of the shard_map whose function runs."""
-        self.eras: _Thread | None = None
-        """When which mesh was the current one; None: none was."""
+class _OfThread(Protocol):
+    mesh: Any
+    """The current one."""
+    within: int
+    """The backward pass in which it became the current one, if it did in one; or -1."""
+    first: int
+    """The key of the first mesh that was current in this thread; or -1."""
+    several: bool
+    """Whether another one was, too: only then may a graph be of another mesh than the current one."""
+    body: Any
+    """The mesh of the shard_map whose function runs."""
+    eras: _Thread | None
+    """When which mesh was the current one; None: none was."""
 
 
-in_thread = _InThread()
+of_thread: _OfThread = in_thread
 _mine: ContextVar[_Thread] = ContextVar("_mine")
 """Of the thread whose context it is: torch takes that along to the threads of autograd."""
 
@@ -93,9 +90,9 @@ def begin(thing: object | None) -> None:
 
 def _own() -> _Thread:
     """Those of this thread."""
-    eras = in_thread.eras
+    eras = of_thread.eras
     if eras is None:
-        eras = in_thread.eras = _Thread()
+        eras = of_thread.eras = _Thread()
     return eras
 
 
