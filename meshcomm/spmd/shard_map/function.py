@@ -308,6 +308,7 @@ class _Run:
         self.cut = [laid for laid in self.leaves if laid.layout is not None]
         plain = not kwargs and all([isinstance(x, Tensor) for x in args])  # noqa: C419  # a generator takes longer
         self.form = None if plain else tree_flatten((args, kwargs))[1]
+        self.laid: tuple[torch.Size, Layout] | None = None
         self.types: list[tuple[Type, str]] = []
         if mode is not False:
             self.grid = grid_of(mesh)
@@ -336,12 +337,13 @@ class _Run:
         with checker:
             result = self.fn(*args, **kwargs)
             if type(result) is Tensor and type(self.out_specs) is str and not made.any:  # a size may be refused
-                return [_returned(checker, result, self._layout_of, "output")], tree_flatten(result)[1]
+                result, layout = checker.result(result, self._layout_of, "output")
+                return [Laid(result, "output", layout)], tree_flatten(result)[1]
             laid_out, form = self._outputs(result)
             for each in laid_out:
                 if each.layout is None:
                     checker.plain_result(each.value, each.label)
-            return [each if each.layout is None else _again(checker, each, each.layout) for each in laid_out], form
+            return [_again(checker, each) for each in laid_out], form
 
     def _outputs(self, result: Any) -> tuple[list[Laid], Any]:
         """What the function has returned, compared with its specs."""
@@ -352,8 +354,11 @@ class _Run:
         return laid_out(specs, result, "output", self.mesh, whole=False), form
 
     def _layout_of(self, y: Tensor) -> Layout:
-        """That of the only output."""
-        return of_tensor(self.out_specs, y.shape, "output", self.mesh, whole=False)
+        """That of the only output: as a rule the same on all ranks."""
+        shape = y.shape
+        if self.laid is None or self.laid[0] != shape:
+            self.laid = shape, of_tensor(self.out_specs, shape, "output", self.mesh, whole=False)
+        return self.laid[1]
 
     def result(self) -> Any:
         """The global outputs."""
@@ -440,12 +445,8 @@ def _type_given(what: str, axes: tuple[str, ...], grid: Grid) -> Type:
     return Type(dict.fromkeys(axes, Origin(what, leaf=True)), grid=grid) if axes else INVARIANT
 
 
-def _returned(checker: Checker, y: Tensor, layout_of: Callable[[Tensor], Layout], label: str) -> Laid:
-    """An output, once it is known to vary along no other axes than its layout names."""
-    y, layout = checker.result(y, layout_of, label)
-    return Laid(y, label, layout)
-
-
-def _again(checker: Checker, laid: Laid, layout: Layout) -> Laid:
-    """The same of one that was laid out."""
-    return _returned(checker, laid.value, lambda _: layout, laid.label)
+def _again(checker: Checker, laid: Laid) -> Laid:
+    """One of several outputs, once it is known to vary along no other axes than its layout names."""
+    if (layout := laid.layout) is None:
+        return laid
+    return laid._replace(value=checker.result(laid.value, lambda _: layout, laid.label)[0])

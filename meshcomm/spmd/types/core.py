@@ -81,6 +81,7 @@ class Core(Remembered, TorchFunctionMode):
         self.mesh, self.insert = mesh, insert
         self.grid = grid_of(mesh) if grid is None else grid
         self._all = self.grid.axes
+        self._joined, self._short = self.grid.joined, self.grid.short  # a step is checked by a checker of its own
         self._known: dict[int, tuple[Tensor, Type, int]] = {}
         self._growing: dict[int, tuple[Tensor, Tensor]] = {}
         self._outer: list[Any] = []

@@ -83,17 +83,11 @@ _mine: ContextVar[_Thread] = ContextVar("_mine")
 
 def begin(thing: object | None) -> None:
     """From now on this is the mesh of the nodes that this thread makes."""
-    eras = _own()
-    eras.begin(thing)
-    _mine.set(eras)
-
-
-def _own() -> _Thread:
-    """Those of this thread."""
     eras = of_thread.eras
     if eras is None:
         eras = of_thread.eras = _Thread()
-    return eras
+    eras.begin(thing)
+    _mine.set(eras)
 
 
 def of_current_node() -> Any:
@@ -133,7 +127,7 @@ def _is_in_backward(frame: FrameType | None) -> bool:
 def _of(node: Any) -> object | None:
     number = sequence_number(node)
     if current_rank() is not None:
-        return _own().at(number)
+        return None if of_thread.eras is None else of_thread.eras.at(number)
     # Autograd has threads of its own, and each thread has its own numbers; few graphs are made by the former.
     for by_autograd in (False, True):
         threads = [each for each in _alive() if each.rank is None and each.by_autograd == by_autograd]
