@@ -64,7 +64,7 @@ from meshcomm.spmd.types.vma import (
     nothing_wider_in,
     writes,
 )
-from meshcomm.watch import here, watched_by
+from meshcomm.watch import here
 
 WHERE = "check_vma"
 _MARK = "mc.mark_varying(x, axes) says along which axes it varies, () for none"
@@ -106,8 +106,12 @@ class Core(Remembered, TorchFunctionMode):
     @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:
         """What runs inside is not looked at, and is seen by no other mode either."""
-        with watched_by(None), without_modes():
-            yield
+        outer, here.watcher = here.watcher, None
+        try:
+            with without_modes():
+                yield
+        finally:
+            here.watcher = outer
 
     # ------------------------------------------------------------------------------------------------- types of tensors
 
@@ -335,8 +339,12 @@ class Core(Remembered, TorchFunctionMode):
         if base is not None and self._stands_for(base, x, mine):
             y = view_again(x, self.vary(base, axes, name, operands, found))
         if y is None or not same_place(x, y):  # a view of what its base was before x.data = ...
-            with self._apart():
-                y = self._varied(x, axes)
+            outer, here.watcher = here.watcher, None  # as `_apart` does it, which takes longer
+            try:
+                with without_modes():
+                    y = self._varied(x, axes)
+            finally:
+                here.watcher = outer
         self._note(y, _begun(mine, axes, Origin(name, call_site()), self.grid))
         carried(x, y)
         entry.put(axes, y)
@@ -363,8 +371,11 @@ class Core(Remembered, TorchFunctionMode):
         return whole is not None and whole.axes == mine.axes
 
     def _names(self, axes: frozenset[str]) -> AxisName:
-        ordered = tuple(axis for axis in self.mesh.axis_names if axis in axes)
-        return ordered[0] if len(ordered) == 1 else ordered
+        found = self.grid.named.get(axes)
+        if found is None:
+            ordered = tuple(axis for axis in self.grid.shape if axis in axes)
+            found = self.grid.named[axes] = ordered[0] if len(ordered) == 1 else ordered
+        return found
 
     def _axis(self, axes: frozenset[str]) -> Axis:
         return self.mesh.axis(self._names(axes), WHERE)
