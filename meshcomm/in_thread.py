@@ -14,10 +14,11 @@ class InThread(threading.local):
     rank: Any = None
     """``local.rank`` of ``runtime/transports/threads/scheduler.py``."""
     call: Any = None
-    """This one and the next four: ``told`` of ``runtime/call.py``."""
+    """This one and the next five: ``told`` of ``runtime/call.py``."""
     later = False
     waits = False
     node: Any = None
+    begun: Any = None
     takes = False
 
     def __init__(self) -> None:  # torch 2.11 compiles the attributes of the class in the place of a thread's own

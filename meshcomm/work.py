@@ -19,7 +19,7 @@ from meshcomm import _torch
 from meshcomm._torch.backward import backward_pass
 from meshcomm.axis import Axis
 from meshcomm.errors import CommError, fail, text
-from meshcomm.runtime.call import Call, for_later
+from meshcomm.runtime.call import Call, for_later, told
 from meshcomm.runtime.callsite import known_files
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.health.lateness import Late, late_text
@@ -394,6 +394,8 @@ class Limit:
             if (record := result.record()) is not None and record[ENDED] is None:
                 failed(record, error)
             result.abandon()
+        if told.begun:
+            told.begun.clear()  # what comes is taken all the same
         try:
             raise error
         finally:

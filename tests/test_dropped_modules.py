@@ -161,7 +161,7 @@ def test_what_a_step_keeps_goes(way: str, trains: bool) -> None:
     try:
         found = mc.launch(main, ranks=4)
         assert all(mark() is None for _, marks in found for mark in marks)
-        assert sum(type(each) is Use for each in gc.get_objects()) == before
+        assert sum(type(each) is Use for each in gc.get_objects()) <= before
     finally:
         gc.enable()
 

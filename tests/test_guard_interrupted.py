@@ -16,6 +16,7 @@ from test_timeouts import LONG
 import meshcomm as mc
 from meshcomm.runtime.health import attendance
 from meshcomm.runtime.hooks.guard import boards
+from meshcomm.runtime.hooks.guard.batches import Together
 from meshcomm.runtime.hooks.guard.guard import Guard, current
 from meshcomm.runtime.hooks.guard.link import Room
 from meshcomm.runtime.hooks.guard.mail import MailRoom, _Watch
@@ -407,6 +408,34 @@ BARRIER: dict[str, tuple[Any, str, int, bool]] = {
 }
 """Where an alarm goes off in a barrier: in which step, and before or after it."""
 CARRIED = list(BARRIER)[4:]
+
+
+def messages_alarmed(before: bool) -> list[Any]:
+    """Each of two ranks is interrupted when both have come to a message, before or after it has said that it goes."""
+    mesh, found = mc.make_mesh({"a": 4}, timeout=LONG), []
+    for k in range(8):
+        hit = mesh.rank == (k // 2) % 2
+        with pytest.MonkeyPatch.context() as patch:
+            if hit:
+                patch.setattr(Together, "depart", once(Together.depart, before=before))
+            if mesh.rank == 0:
+                begin = time.monotonic()
+                x = torch.full((5 if k % 2 else MANY,), float(k))
+                found.append(result_of(lambda x=x: mc.send(x, "a", 1, mesh=mesh) or torch.ones(1)))
+                assert time.monotonic() - begin < LONG / 2
+            elif mesh.rank == 1:
+                want: Any = {"shape": (5 if k % 2 else MANY,), "dtype": torch.float32, "mesh": mesh}
+                found.append(result_of(lambda want=want: mc.recv("a", 0, **want).unique()))
+    works_on(mesh)
+    return found
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before it says so", "after that"])
+def test_an_alarm_when_both_have_come_to_a_message(guarded4: Any, before: bool) -> None:
+    sender, receiver, *_ = guarded4.run(messages_alarmed, before)
+    alarmed = "Alarm "
+    assert sender == [alarmed if k // 2 % 2 == 0 else [1.0] for k in range(8)]
+    assert receiver == [alarmed if k // 2 % 2 else [float(k)] for k in range(8)]
 
 
 def at(time_of: int, step: Callable[..., Any], before: bool) -> Any:

@@ -115,7 +115,7 @@ def test_no_thread_is_left_behind() -> None:
     mc.launch(sixty_four, ranks=64)
     with pytest.raises(ZeroDivisionError):
         mc.launch(raises_on_rank_2, ranks=4)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # one of an earlier test may end meanwhile
 
 
 OF_A_THREAD, OF_A_CONTEXT = threading.local(), contextvars.ContextVar("OF_A_CONTEXT", default="nothing")
@@ -192,7 +192,7 @@ def test_a_system_that_starts_no_more_threads(started: int, monkeypatch: pytest.
         with pytest.raises(RuntimeError, match="can't start new thread"):
             mc.launch(lambda: ran.append(1), ranks=4)
     assert not ran
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # one of an earlier test may end meanwhile
     assert mc.launch(sixty_four, ranks=64)
 
 

@@ -21,9 +21,10 @@ from torch import Tensor
 
 import meshcomm as mc
 from meshcomm.runtime.process import lending
+from meshcomm.runtime.process.boxes import Box
 from meshcomm.runtime.transports.envelopes import ROOM, SIZE, Envelope
 from meshcomm.runtime.transports.shared import one_message
-from meshcomm.runtime.transports.shared.letters import INSIDE, MOST, Letters
+from meshcomm.runtime.transports.shared.letters import INSIDE, MOST, Letters, letters_of
 from meshcomm.runtime.transports.shared.mailbox import Mail
 from meshcomm.runtime.transports.shared.one_message import _PART, _write_parts
 from meshcomm.runtime.transports.shared.waiting import Wait
@@ -678,12 +679,12 @@ def test_who_receives_waits_for_each_part(pool4: Any, later: bool) -> None:
 
 
 def interrupted_at(door: int, call: Callable[[], Any]) -> bool:
-    """Whether an exception came, as Ctrl-C does: at the door of this number, of those where it comes in the runtime."""
+    """Whether an exception came, as Ctrl-C does: at the door of this number, of those where it comes in the library."""
     left = door
 
     def arrive(frame: Any, event: str, arg: Any) -> None:
         nonlocal left
-        if event not in ("call", "c_return") or "/meshcomm/runtime/" not in frame.f_code.co_filename:
+        if event not in ("call", "c_return") or "/meshcomm/" not in frame.f_code.co_filename:
             return
         if getattr(arg, "__name__", "") in ("sched_yield", "monotonic") or frame.f_code.co_name in WAITS:
             return
@@ -705,8 +706,8 @@ def interrupted_at(door: int, call: Callable[[], Any]) -> bool:
 WAITS = {"look", "more", "listen", "sleep", "is_read", "wait", "_wait_for", "gone_among", "ring", "is_unread"}
 
 
-def at_each_door(length: int, sender: bool) -> int:
-    """One of the two is interrupted wherever that can be: what comes then is whole, at most once, or is told."""
+def sender_at_each_door(length: int) -> int:
+    """Who sends is interrupted wherever that can be: what comes then is whole, at most once, or is told."""
     mesh = pair()
     if mesh is None:
         return 0
@@ -715,52 +716,145 @@ def at_each_door(length: int, sender: bool) -> int:
     while not over:
         if mesh.rank == 0:
             x = torch.full((length,), float(times))
-            is_hit = interrupted_at(times, lambda x=x: mc.send(x, "a", 1, mesh=mesh)) if sender else False
-            if not sender:
-                mc.send(x, "a", 1, mesh=mesh)
-            more = 3 if is_hit else more - 1
-            over = sender and not more
+            more = 3 if interrupted_at(times, lambda x=x: mc.send(x, "a", 1, mesh=mesh)) else more - 1
+            over = not more
             mc.send(torch.full((length,), -2.0 if over else -1.0), "a", 1, mesh=mesh)
-            if not sender:
-                over = mc.recv("a", 1, shape=(), dtype=torch.bool, mesh=mesh).item()
         else:
             found: list[float] = []
-            is_hit = False
             while not found or found[-1] >= 0:
                 try:
-                    if sender or is_hit or found:
-                        y = mc.recv("a", 0, **want)
-                    else:
-                        got: list[Tensor] = []
-                        is_hit = interrupted_at(times, lambda got=got: got.append(mc.recv("a", 0, **want)))
-                        if not got:
-                            continue
-                        y = got[0]
+                    found += mc.recv("a", 0, **want).unique().tolist()
                 except mc.CommError as error:
                     if "was interrupted in the middle of a message" not in str(error):
                         raise
-                    continue
-                [value] = y.unique().tolist()
-                found.append(value)
             assert found[:-1] in ([], [float(times)]), (times, found)
             over = found[-1] == -2.0
-            if not sender:
-                more = 3 if is_hit else more - 1
-                over = not more
-                mc.send(torch.tensor(over), "a", 0, mesh=mesh)
         times += 1
         assert times < 1000
     goes_on(mesh)
-    assert not [reader for _, reader in lending.room.wanted() if "message" in reader.told_of(0)]
-    free = [segment.is_free() for segment in [*lending.room._segments, *lending.room._small]]
-    assert free.count(False) <= 1  # what the last collective lent, which the other one reads
+    all_given_back()
     return times
 
 
-@pytest.mark.parametrize("sender", [True, False], ids=["the sender", "the receiver"])
+def all_given_back() -> None:
+    assert not [reader for _, reader in lending.room.wanted() if "message" in reader.told_of(0)]
+    free = [segment.is_free() for segment in [*lending.room._segments, *lending.room._small]]
+    assert free.count(False) <= 1  # what the last collective lent, which the other one reads
+
+
+def receiver_at_each_door(length: int, how: str, seconds: float) -> int:
+    """Who receives is interrupted wherever that can be, and asks again: it gets that message, and the next one next."""
+    mesh = pair()
+    if mesh is None:
+        return 0
+    want: Any = {"shape": (length,), "dtype": torch.float32, "mesh": mesh}
+
+    def take(works: list[Any]) -> Tensor:
+        if how == "object":
+            return mc.recv_object("a", 0, mesh=mesh)
+        if how == "exchange":
+            return mc.exchange([], [(0, (length,), torch.float32)], "a", mesh=mesh)[0]
+        if how == "in time":
+            return mc.recv("a", 0, **want, timeout=60)
+        if how == "later":
+            if not works:
+                works.append(mc.recv("a", 0, **want, async_op=True))
+            return works[0].wait()
+        return mc.recv("a", 0, **want)
+
+    times, over, more = 0, False, 3
+    while not over:
+        if mesh.rank == 0:
+            time.sleep(seconds)
+            for value in (float(times), -1.0):
+                x = torch.full((length,), value)
+                _ = mc.send_object(x, "a", 1, mesh=mesh) if how == "object" else mc.send(x, "a", 1, mesh=mesh)
+            over = mc.recv("a", 1, shape=(), dtype=torch.bool, mesh=mesh).item()
+        else:
+            works: list[Any] = []
+            found: list[Tensor] = []
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # of a Work that its caller never had
+                hit = interrupted_at(times, lambda found=found, works=works: found.append(take(works)))
+            found += [] if found else [take(works)]
+            works.clear()
+            found.append(take(works))
+            assert [y.unique().tolist() for y in found] == [[float(times)], [-1.0]], times
+            more = 3 if hit else more - 1
+            over = not more
+            mc.send(torch.tensor(over), "a", 0, mesh=mesh)
+        times += 1
+        assert times < 1000
+    goes_on(mesh)
+    all_given_back()
+    return times
+
+
 @pytest.mark.parametrize("length", [16, 5000, _PART])
-def test_who_is_interrupted_anywhere(pool4: Any, length: int, sender: bool) -> None:
-    assert max(pool4.run(at_each_door, length, sender)) > 10
+def test_who_sends_is_interrupted_anywhere(pool4: Any, length: int) -> None:
+    assert max(pool4.run(sender_at_each_door, length)) > 10
+
+
+@pytest.mark.parametrize("seconds", [0.0, 2e-3], ids=["soon", "late"])
+@pytest.mark.parametrize("how", ["now", "exchange", "in time", "later", "object"])
+@pytest.mark.parametrize("length", [16, 5000, _PART])
+def test_who_receives_is_interrupted_anywhere(pool4: Any, length: int, how: str, seconds: float) -> None:
+    assert max(pool4.run(receiver_at_each_door, length, how, seconds)) > 10
+
+
+def interrupted_before_it_says_so() -> list[float]:
+    """Who is interrupted when it has seen as many letters as there is place for, and has not said so, gets the rest."""
+    mesh = pair()
+    if mesh is None:
+        return []
+    want: Any = {"shape": (1,), "dtype": torch.float32, "mesh": mesh, "timeout": 30}
+    if mesh.rank == 0:
+        works = [mc.send(torch.tensor([float(i)]), "a", 1, mesh=mesh, async_op=True) for i in range(MOST + 2)]
+        mc.barrier("a", mesh=mesh)
+        mc.wait(works)
+        return []
+    mc.barrier("a", mesh=mesh)
+    letters = letters_of(mesh.axis("a").link.mail)
+
+    def at_lines(frame: Any, event: str, _: object) -> Any:
+        if frame.f_code is not Letters.look.__code__:
+            return None
+        if event == "line" and letters.next[0] > MOST:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return at_lines
+
+    before = sys.gettrace()
+    sys.settrace(at_lines)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            mc.recv("a", 0, **want)
+    finally:
+        sys.settrace(before)
+    return [mc.recv("a", 0, **want).item() for _ in range(MOST + 2)]
+
+
+def test_who_is_interrupted_before_it_says_what_it_has_seen(pool4: Any) -> None:
+    assert pool4.run(interrupted_before_it_says_so)[1] == [float(i) for i in range(MOST + 2)]
+
+
+def interrupted_before_the_first() -> float:
+    """Whose first letter was interrupted sends the next one all the same."""
+    mesh = pair()
+    if mesh is None:
+        return 0.0
+    if mesh.rank == 1:
+        return mc.recv("a", 0, shape=(1,), dtype=torch.float32, mesh=mesh, timeout=30).item()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Box, "say_letters", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            mc.send(torch.tensor([1.0]), "a", 1, mesh=mesh)
+    mc.send(torch.tensor([2.0]), "a", 1, mesh=mesh)
+    return 0.0
+
+
+def test_who_is_interrupted_before_the_first_letter(pool4: Any) -> None:
+    assert pool4.run(interrupted_before_the_first)[1] == 2.0
 
 
 def dies_in_the_middle(folder: str) -> None:

@@ -22,7 +22,7 @@ from meshcomm.collectives.rule import Params, Rule, apply
 from meshcomm.collectives.trees import buckets
 from meshcomm.collectives.trees.buckets import ELEMENTS, Rows
 from meshcomm.mesh import Mesh
-from meshcomm.runtime.call import Call, for_later, told
+from meshcomm.runtime.call import Begun, Call, for_later, given_up, is_agreed, told
 from meshcomm.runtime.hooks.ranges import calling
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then, then_all
@@ -248,15 +248,21 @@ def made(
     """
     seen = kind_of(x) if isinstance(x, Tensor) else (None, ())
     call, link = Call(op.name, given, op.compared[: len(given)], None, axis, *seen), axis.link
-    if how or (link.watched and not link.briefly) or profiler_on():
-        with calling(axis, call):
-            y = for_later(bool(how), go, link)
-            return _handed(op.name, axis, x, y, how) if how else y
-    before, told.call = told.call, call  # the same in fewer steps
+    before = told.call, told.begun
+    mine: Begun = None if link.watched and is_agreed(link) else []  # as `all_or_none` does it
+    told.begun = mine
     try:
+        if how or (link.watched and not link.briefly) or profiler_on():
+            with calling(axis, call):
+                y = for_later(bool(how), go, link)
+                return _handed(op.name, axis, x, y, how) if how else y
+        told.call = call  # the same in fewer steps
         return for_later(False, go, link)
+    except BaseException as error:
+        given_up(mine, error)
+        raise
     finally:
-        told.call = before
+        told.call, told.begun = before
 
 
 def kept(x: Tensor, later: bool | Limit) -> Tensor:

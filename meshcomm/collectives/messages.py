@@ -58,7 +58,8 @@ def send(
     async_op: bool = False,
     timeout: float | timedelta | None = None,
 ) -> Any:
-    """Send ``x`` to one rank, which calls :func:`recv`; returns when it has been taken or may be overwritten.
+    """Send ``x`` to one rank, which calls :func:`recv`; returns when it has been taken or may be overwritten. Of one
+    that is interrupted (Ctrl-C) all may have been sent, or nothing; who receives less than all is told.
 
     Type: varying -> one rank.
 
@@ -144,10 +145,11 @@ def recv(
         mesh: the current mesh by default.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
         timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out; the
-            message, should it come, is taken all the same. Not with async_op, whose ``wait`` has one: who wants to ask
-            again waits for that Work again.
+            message, should it come, is taken all the same, so that its sender goes on, and the next receive gets the
+            one after it. Not with async_op, whose ``wait`` has one: who wants to ask again waits for that Work again.
 
-    Returns: a tensor of that shape and dtype on the mesh's device, new storage.
+    Returns: a tensor of that shape and dtype on the mesh's device, new storage. Who is interrupted in it (Ctrl-C) has
+        taken nothing where processes share memory, without guard: the next receive gets the message.
 
     Backward: none: use :func:`permute` or :func:`shift`.
 

@@ -21,7 +21,7 @@ from meshcomm.collectives.messages import checked_tag, not_oneself
 from meshcomm.mesh import Mesh
 from meshcomm.objects.parcels import home_of
 from meshcomm.objects.pickles import UnpicklableError, byte_view, pack, unpack
-from meshcomm.runtime.call import Call
+from meshcomm.runtime.call import Call, all_or_none, told
 from meshcomm.runtime.hooks.ranges import calling
 from meshcomm.runtime.ops import Op
 
@@ -82,10 +82,10 @@ def send_object(obj: object, axis: AxisName, dst: int, tag: int = 0, *, mesh: Me
         data = pack(obj)
     except UnpicklableError as error:
         problem = str(error)
-    told = problem.encode()[:_ROOM]
-    body = told or (data if len(data) <= _ROOM else b"")
+    said = problem.encode()[:_ROOM]
+    body = said or (data if len(data) <= _ROOM else b"")
     row = bytearray(_ROW)
-    _HEAD.pack_into(row, 0, len(told), len(data))
+    _HEAD.pack_into(row, 0, len(said), len(data))
     row[_HEAD.size : _HEAD.size + len(body)] = body
     home = home_of(ax)
     with _moving("send_object", ax):
@@ -129,21 +129,12 @@ def recv_object(axis: AxisName, src: int, tag: int = 0, *, mesh: Mesh | None = N
     check.checked_index("recv_object", src, ax, "src")
     checked_tag("recv_object", tag, ax, home_of(ax))
     not_oneself("recv_object", src, ax)
+    return all_or_none(ax.link, _received, ax, int(src), int(tag))
 
-    def come(into: Tensor) -> None:
-        want = (int(src), tuple(into.shape), torch.uint8, int(tag), home_of(ax))
-        into.copy_(ax.link.exchange([], [want])[0])
 
-    with _moving("recv_object", ax):
-        row = bytearray(_ROW)
-        come(byte_view(row))
-        told, size = _HEAD.unpack_from(row)
-        data = row[_HEAD.size :][: told or size]
-        if size > _ROOM:
-            data = bytearray(size)
-            for part in byte_view(data).split(_CHUNK):
-                come(part)
-    if told:
+def _received(ax: Axis, src: int, tag: int) -> Any:
+    said, data = _come(ax, src, tag)
+    if said:
         why = data.decode(errors="ignore")
         check.explain("recv_object", f"index {src} had nothing to send: {why}.", ax, fix="let it leave that out")
     try:
@@ -152,6 +143,27 @@ def recv_object(axis: AxisName, src: int, tag: int = 0, *, mesh: Mesh | None = N
     except Exception as error:
         what = f"what came cannot be unpickled here: {type(error).__name__}: {error}".split("\n", 1)[0]
         check.explain("recv_object", f"{what}.", ax, fix=f"let index {src} send what can be read here")
+
+
+def _come(axis: Axis, src: int, tag: int) -> tuple[int, bytearray]:
+    """How long the problem is, and that, or the object's bytes."""
+
+    def come(into: Tensor) -> None:
+        want = (src, tuple(into.shape), torch.uint8, tag, home_of(axis))
+        into.copy_(axis.link.exchange([], [want])[0])
+
+    with _moving("recv_object", axis):
+        row = bytearray(_ROW)
+        come(byte_view(row))
+        said, size = _HEAD.unpack_from(row)
+        data = row[_HEAD.size :][: said or size]
+        if size > _ROOM:
+            data = bytearray(size)
+            for part in byte_view(data).split(_CHUNK):
+                come(part)
+                if told.begun and size > _CHUNK:
+                    told.begun.clear()  # it would be there twice
+    return said, data
 
 
 @contextmanager

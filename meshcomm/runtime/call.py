@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from meshcomm._torch.backward import backward_pass
-from meshcomm.errors import shape_text
+from meshcomm.errors import OurError, shape_text
 from meshcomm.in_thread import in_thread
 from meshcomm.runtime.callsite import CallSite, called_at, site_of
 from meshcomm.runtime.whose import Whose, differ
@@ -201,6 +201,9 @@ UNSEEN = (), (), (), ((), ()), None, False
 """The last fields of a call of which no link has seen anything."""
 
 
+Begun = list[tuple[Callable[..., None], tuple[Any, ...]]] | None
+
+
 class _Told(Protocol):
     """What this thread is calling, said by who makes the call while its primitives run, and by nobody else: so nothing
     of a call is left for the next one.
@@ -216,6 +219,8 @@ class _Told(Protocol):
     """Whether who makes the call waits for it nevertheless."""
     node: Any
     """The node of autograd that is being made of the call, where somebody hears it."""
+    begun: Begun
+    """How to give up the messages of this call, and with what: see :func:`all_or_none`."""
     takes: bool
     """Whether nobody stands still until a message of this call is here that is received later: what of it comes in a
     second step is then taken by who waits for it, without a thread.
@@ -236,6 +241,32 @@ def for_later(asked: bool, fn: Callable[..., T], *args: Any) -> T:
         return fn(*args)
     finally:
         told.later = before
+
+
+def all_or_none(link: Any, fn: Callable[..., T], *args: Any) -> T:
+    """``fn(*args)``; who is interrupted in it has none of what has come by its messages: that is for who asks next."""
+    before = told.begun
+    begun: Begun = None if link.watched and is_agreed(link) else []
+    told.begun = begun
+    try:
+        return fn(*args)
+    except BaseException as error:
+        given_up(begun, error)
+        raise
+    finally:
+        told.begun = before  # no call from here to where the caller has it
+
+
+def is_agreed(link: Any) -> bool:
+    """Whether a call is one that all ranks have agreed to make: the others count it as made, whatever becomes of it."""
+    return bool(getattr(link.hooks, "compare", False))
+
+
+def given_up(begun: Begun, error: BaseException) -> None:
+    """What an interrupted call has begun. The first comes to stand first."""
+    if begun and not isinstance(error, OurError):
+        for give_up, args in reversed(begun):
+            give_up(*args)
 
 
 def gradients_agree(mine: int, theirs: int) -> bool:

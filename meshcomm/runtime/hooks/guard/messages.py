@@ -214,10 +214,13 @@ class _Passage:
         """Meet, then go, in order. Who is interrupted when all have come does its part first: the others go."""
         try:
             interrupted = self._met(for_program)
-            self._depart()
-            for each in self._before:
-                while not wait_for(each, _PAUSE):
-                    self.looks += 1
+            try:
+                self._make_ready()
+            except CommError:
+                raise
+            except BaseException as error:
+                interrupted = error
+                self._make_ready()
             with torch.no_grad():
                 found = what.go()
             with contextlib.suppress(CommError):  # the store may be gone
@@ -241,10 +244,14 @@ class _Passage:
             return error
         return None
 
-    def _depart(self) -> None:
+    def _make_ready(self) -> None:
+        """Say that this rank goes, and wait for what it has begun before; more than once is as once."""
         if self._together.depart():
             self.letters.keep(gone=self._together)
         self.decided.set()
+        for each in self._before:
+            while not wait_for(each, _PAUSE):
+                self.looks += 1
 
     def _end(self) -> None:
         self.decided.set()

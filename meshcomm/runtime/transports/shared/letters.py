@@ -78,18 +78,22 @@ class Parcel:
     """A message that was asked for."""
 
     __slots__ = (
-        "_inference", "_plain", "_thread", "dropped", "error", "index", "is_here", "link", "name", "out", "rest",
-        "want", "where",
+        "_inference", "_plain", "_thread", "dropped", "error", "index", "is_here", "is_settled", "key", "link", "name",
+        "out", "rest", "want", "where",
     )  # fmt: skip
 
-    def __init__(self, link: Any, where: str, want: Want) -> None:
+    def __init__(self, link: Any, where: str, want: Want, route: int, room: Tensor | None = None) -> None:
+        """``room``: where it goes, if there is something already."""
         self.link: weakref.ref[Any] = weakref.ref(link)
         """Whoever waits has it; if nobody will any more, a message does not keep it."""
         self.name, self.index, self.where, self.want = link.name, link.index, where, want
+        self.key = want[0], route
+        """By whom it comes, and over which route."""
         self._inference, self._thread = torch.is_inference_mode_enabled(), get_ident()
         self._plain = _torch.plain_now()
-        self.is_here = self.dropped = False
-        self.out: Tensor | None = None
+        self.is_here = self.dropped = self.is_settled = False
+        """``is_settled``: who has asked was told of an error, or it is for who asks next."""
+        self.out = room
         self.rest: Messages | None = None
         """What follows over gloo."""
         self.error: Exception | None = None
@@ -163,22 +167,18 @@ class Letters:
         """The letters of each that has written some; and where they lie."""
         self.addresses = [0] * len(mail.neighbours)
         self.asked: dict[tuple[int, int], deque[Parcel]] = {}
-        self.came: dict[tuple[int, int], deque[list[Any]]] = {}
-        """By whom, and over which route; of those with something inside that comes last."""
+        self.came: dict[tuple[int, int], deque[list[Any] | Parcel]] = {}
+        """By whom, and over which route: letters, of which those with something inside end with that; and messages that
+        were read for who did not get them.
+        """
 
     # ------------------------------------------------------------------------------------------------- receiving
 
-    def ask(
-        self, link: Any, where: str, want: Want, route: int, *, ahead: bool = False, room: Tensor | None = None
-    ) -> Parcel:
-        """For the next message over this route; ``ahead``: make room for it now; ``room``: that there is already."""
-        parcel, key = Parcel(link, where, want), (want[0], route)
-        parcel.out = room  # before anybody else sees it
-        if ahead and want[2] in dtypes.PLAIN:
-            parcel.out = reserve.empty(want[1], torch.empty(0, dtype=want[2], device="cpu"))
+    def ask(self, parcels: Sequence[Parcel]) -> None:
+        """For the next messages over their routes."""
         with self.receiving:
-            self.asked.setdefault(key, deque()).append(parcel)
-        return parcel
+            for parcel in parcels:
+                self.asked.setdefault(parcel.key, deque()).append(parcel)
 
     def look(self) -> None:
         """See what has come, and read what was asked for."""
@@ -195,7 +195,7 @@ class Letters:
                     box = mail.boxes[i]
                     if (box is not None and not box.cells[box.writes]) or (cells := self._ring(i)) is None:
                         continue
-                number = first = self.next[i]
+                number = self.next[i]
                 while cells[at := base + HEAD + number % MOST * SLOT] == number:
                     letter = cells[at : at + CELLS].tolist()
                     if not (letter[_FOLLOWS] or letter[SERIAL_AT]):  # it may be written over, once it was seen
@@ -204,7 +204,7 @@ class Letters:
                     queue += (letter,)  # no call from here to the next line: Ctrl-C comes between calls
                     self.next[i] = number + 1
                     number += 1
-                if number != first:
+                if cells[base] != number - 1:  # also where it was not said last time, because of Ctrl-C
                     cells[base] = number - 1
             if self.came:
                 for key in [key for key in self.came if key in self.asked]:
@@ -236,8 +236,12 @@ class Letters:
         if not came:
             del self.came[key]
 
-    def _read(self, parcel: Parcel, letter: list[Any], src: int) -> bool:
+    def _read(self, parcel: Parcel, letter: list[Any] | Parcel, src: int) -> bool:
         """Whether all of it is there. What does not fit is taken all the same, for who has sent it waits."""
+        if isinstance(letter, Parcel):
+            _take_over(parcel, letter)
+            parcel.is_here = True
+            return True
         link, follows, segment, written = parcel.link(), letter[_FOLLOWS], None, letter[_NBYTES]
         try:
             if letter[SERIAL_AT]:
@@ -292,7 +296,9 @@ class Letters:
         return False
 
     def _say_taken(self, src: int, number: int) -> None:
-        self.rings[src][RING * self.mail.index + HEAD + number % MOST * SLOT + TAKEN] = number
+        cells, at = self.rings[src], RING * self.mail.index + HEAD + number % MOST * SLOT + TAKEN
+        if cells[at] < number:  # else it was said before Ctrl-C, and another one may have stood there since
+            cells[at] = number
 
     def _say_unread(self, src: int, number: int) -> None:
         self.rings[src][RING * self.mail.index + _UNREAD + number % MOST] = number
@@ -317,15 +323,30 @@ class Letters:
         """Whether something may come, or is to be written."""
         return bool(self.asked or self.left) and self.mail.own.state() != GONE
 
+    def give_back(self, link: Any, want: Want, route: int, out: Tensor) -> None:
+        """Nobody got this message, which was taken out of its letter: it is for who asks next."""
+        parcel = Parcel(link, "exchange", want, route, out)
+        parcel.is_here = True
+        self.forget([parcel])
+
     def forget(self, parcels: Sequence[Parcel]) -> None:
-        """What has not come is for who asks next."""
+        """Nobody gets these: what has not come is for who asks next, and what has come, too. An error is nobody's."""
         with self.receiving:
-            for parcel in parcels:
-                for key, asked in list(self.asked.items()):
-                    if parcel in asked:
-                        asked.remove(parcel)
-                        if not asked:
-                            del self.asked[key]
+            for parcel in reversed(parcels):  # the first of them comes to stand first
+                key = parcel.key
+                asked, came = self.asked.setdefault(key, deque()), self.came.setdefault(key, deque())
+                if asked and asked[0].is_here:  # who was interrupted was about to take out both
+                    del asked[0]
+                    del came[0]
+                if parcel in asked:
+                    asked.remove(parcel)
+                elif parcel.is_here and parcel.error is None and not parcel.is_settled:
+                    parcel.is_settled = True  # no call from here to that of the next line
+                    came.appendleft(parcel)
+                if not asked:
+                    del self.asked[key]
+                if not came:
+                    del self.came[key]
 
     # --------------------------------------------------------------------------------------------------- sending
 
@@ -343,6 +364,8 @@ class Letters:
         try:
             with self.sending:
                 self._write(dst, letter)
+            mail.ring_at(dst)
+            return Sent(dst, letter[_NUMBER], lent, rest)
         except BaseException as error:
             if lent is not None:
                 if 0 < letter[_NUMBER] <= self.numbers[dst]:  # it is there: Ctrl-C
@@ -353,8 +376,6 @@ class Letters:
                 why = f"there is no memory to share: {error.strerror or error}"
                 raise link._error("exchange", RuntimeError(why)) from error
             raise
-        mail.ring_at(dst)
-        return Sent(dst, letter[_NUMBER], lent, rest)
 
     def _lend(self, packed: Tensor, dst: int) -> Segment | None:
         mail = self.mail
@@ -374,11 +395,13 @@ class Letters:
         return lent
 
     def _write(self, dst: int, letter: array[int]) -> None:
-        if self._memory is None:
-            self._memory = memory = create(8 * RING * len(self.numbers))
+        if self.own is None:
+            if self._memory is None:
+                self._memory = create(8 * RING * len(self.numbers))
+            memory = self._memory  # the others may know of it already, if this was interrupted
+            self.mail.own.say_letters(memory.fd, memory.serial, memory.size)
             self.own_address = memory.address
             self.own = memory.view.cast("q")
-            self.mail.own.say_letters(memory.fd, memory.serial, memory.size)
         number = self.numbers[dst] + 1
         letter[_NUMBER] = number
         cells = self.own
@@ -479,6 +502,19 @@ def letters_of(mail: Mail) -> Letters:
         if mail.letters is None:
             mail.letters = Letters(mail)
         return cast(Letters, mail.letters)
+
+
+def _take_over(parcel: Parcel, other: Parcel) -> None:
+    """What was read for the other one, which nobody got."""
+    src, shape, dtype, *_ = parcel.want
+    assert other.out is not None
+    if parcel.name != other.name or parcel.want[:4] != other.want[:4]:
+        found = Envelope.of(other.name, other.want[3], other.out, 0)
+        parcel.error = envelopes.misfit(parcel.where, found, src, parcel.index, parcel.name, dtype, shape)
+        return
+    with parcel.as_asked():
+        parcel.out = other.out if other.rest is not None else other.out.clone()
+    parcel.rest = other.rest
 
 
 def _room_for(parcel: Parcel, fits: bool, nbytes: int) -> Tensor:

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from meshcomm.errors import FIRST_CAUSE, CommError, text
+from meshcomm.runtime.call import Want
 from meshcomm.runtime.pending import Pending, TimedOutError, begin_all, queued
+from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.recorder import DROPPED, ENDED, THREAD, Record, failed
+from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.post import CALLS, Carrier, Room
 from meshcomm.runtime.transports.shared.entry import gone_among
 from meshcomm.runtime.transports.shared.letters import Letters, Parcel, Sent, letters_of
@@ -48,9 +51,10 @@ class Posted(Pending):
             self._wait_for(missing, timeout, begin, awake)
         for rest in self._rests():
             rest.wait(None if timeout is None else max(0.0, begin + timeout - time.monotonic()))
-        for parcel in self._parcels:
-            if parcel.error is not None:
-                raise parcel.error
+        for error in [parcel.error for parcel in self._parcels if parcel.error is not None]:
+            for parcel in self._parcels:
+                parcel.is_settled = True
+            raise error
         return [parcel.out for parcel in self._parcels]  # type: ignore[misc]
 
     def _wait_for(self, missing: list[int], timeout: float | None, begin: float, awake: float) -> None:
@@ -66,7 +70,7 @@ class Posted(Pending):
             raise
 
     def give_up(self) -> None:
-        """It is not waited for again: what has not come is for who asks next."""
+        """It is not waited for again, and nobody has what has come: both are for who asks next."""
         self._letters.forget(self._parcels)
         self._let_go()
 
@@ -127,7 +131,8 @@ class Letterbox(Carrier):
         record = self._noted(([], [(src, tag)] * len(rooms)))
         route = (self._first + tag) % CALLS
         wants = [(src, shape, dtype, tag, cpu) for shape, dtype in rooms]
-        parcels = [letters.ask(link, "exchange", want, route, ahead=True) for want in wants]
+        parcels = [Parcel(link, "exchange", want, route, _ahead(want)) for want in wants]
+        letters.ask(parcels)
         return Bringing(Posted(link, "exchange", letters, parcels, []), record)
 
     def _letters(self) -> Letters:
@@ -135,6 +140,12 @@ class Letterbox(Carrier):
             begin_all()
         mail: Mail = self._link.mail
         return mail.letters or letters_of(mail)  # type: ignore[return-value]
+
+
+def _ahead(want: Want) -> Tensor | None:
+    """Room for what comes, if it comes as it is."""
+    _, shape, dtype, *_ = want
+    return reserve.empty(shape, torch.empty(0, dtype=dtype, device="cpu")) if dtype in dtypes.PLAIN else None
 
 
 class Sending:

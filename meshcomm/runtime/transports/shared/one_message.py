@@ -28,7 +28,7 @@ from torch import Tensor
 
 from meshcomm import _torch
 from meshcomm.errors import CommError
-from meshcomm.runtime.call import Post, Want
+from meshcomm.runtime.call import Post, Want, is_agreed
 from meshcomm.runtime.pending import begin_all, queued
 from meshcomm.runtime.process import lending
 from meshcomm.runtime.process.lending import STATE, Segment
@@ -155,6 +155,7 @@ def exchange_now_in(log: Log, posts: Posts) -> Callable[[Any, Post | None, Want 
         if letters is None or not _torch.plain_now():
             return None
         key: Any
+        asked: Any = want
         sends: _Known | None = None
         receives: _Known | None = None
         if post is not None:
@@ -184,26 +185,34 @@ def exchange_now_in(log: Log, posts: Posts) -> Callable[[Any, Post | None, Want 
         sent: Sent | None = None
         parcel: Parcel | None = None
         found: list[Tensor] = []
+        is_taken = [False]
         try:
             if sends is not None:
                 sent = _put(link, letters, sends, post)
             if receives is not None:
                 found = [receives.room()]
-                if not _taken(link, letters, receives, src, found[0]):
-                    parcel = letters.ask(link, "exchange", want, receives.route, room=found[0])
+                if not _taken(link, letters, receives, src, found[0], is_taken):
+                    parcel = Parcel(link, "exchange", asked, receives.route, found[0])
+                    letters.ask([parcel])
             if parcel is not None or (sent is not None and not _read_soon(letters, sent)):
                 waited = [] if parcel is None else [parcel], [] if sent is None else [sent]
                 came_late = posts(link, "exchange", letters, *waited).wait(None, awake=0.0)
                 found = found if parcel is None else came_late
+            record[ENDED] = monotonic()
+            return found  # no call from the line before to where the caller has it
         except BaseException as error:  # Ctrl-C, too
             if sent is not None:
                 sent.let_go(letters.mail.index)
-            if parcel is not None:
+            if link.watched and is_agreed(link):  # what comes is nobody else's
+                if parcel is not None:
+                    parcel.dropped = True
+                    letters.see_to_it()
+            elif is_taken[0] and receives is not None:
+                letters.give_back(link, asked, receives.route, found[0])
+            elif parcel is not None:
                 letters.forget([parcel])
             failed(record, error)
             raise
-        record[ENDED] = monotonic()
-        return found
 
     return exchange_now
 
@@ -316,8 +325,8 @@ def _read_soon(letters: Letters, sent: Sent) -> bool:
     return True
 
 
-def _taken(link: Any, letters: Letters, what: _Known, src: int, out: Tensor) -> bool:
-    """Whether the message came, as the next one of its sender, and is here."""
+def _taken(link: Any, letters: Letters, what: _Known, src: int, out: Tensor, is_taken: list[bool]) -> bool:
+    """Whether the message came, as the next one of its sender, and is here; ``is_taken`` says so as soon as it is."""
     mail, index, cells = link.mail, link.mail.index, letters.rings[src]
     base, following, end = RING * index, letters.next, 0.0
     if cells is None:  # closed
@@ -336,7 +345,7 @@ def _taken(link: Any, letters: Letters, what: _Known, src: int, out: Tensor) -> 
             return False
         if cells[at + SERIAL_AT]:
             try:
-                if not _copied(link, what, src, cells, at, out, number):
+                if not _copied(link, what, src, cells, at, out, number, is_taken):
                     return False
             except OSError as error:
                 if isinstance(error, TimeoutError):  # of a signal's
@@ -347,6 +356,7 @@ def _taken(link: Any, letters: Letters, what: _Known, src: int, out: Tensor) -> 
                 _copy(out.data_ptr(), letters.addresses[src] + 8 * (at + DATA), what.nbytes)
             following[src] = number + 1  # no call from here to the last of these lines
             cells[base] = cells[at + TAKEN] = number
+            is_taken[0] = True
     box = mail.boxes[src]
     if box is None:
         mail.ring_at(src)
@@ -355,7 +365,9 @@ def _taken(link: Any, letters: Letters, what: _Known, src: int, out: Tensor) -> 
     return True
 
 
-def _copied(link: Any, what: _Known, src: int, cells: Any, at: int, out: Tensor, number: int) -> bool:
+def _copied(
+    link: Any, what: _Known, src: int, cells: Any, at: int, out: Tensor, number: int, is_taken: list[bool]
+) -> bool:
     """Whether all of what is lent was written in time, and is here."""
     place = cells[at + SERIAL_AT], cells[at + OFFSET_AT]
     flags, state, parts = what.places.get(place) or what.lent(link, cells[at + PLACE : at + CELLS].tolist(), src)
@@ -375,4 +387,5 @@ def _copied(link: Any, what: _Known, src: int, cells: Any, at: int, out: Tensor,
     following[src] = number + 1  # no call from here to the last of these lines
     cells[RING * index] = number
     flags[index] = 0
+    is_taken[0] = True
     return True

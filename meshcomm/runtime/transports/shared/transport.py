@@ -22,7 +22,7 @@ from torch import Tensor
 
 from meshcomm import _torch
 from meshcomm.errors import CommError
-from meshcomm.runtime.call import Post, Want, for_later, told
+from meshcomm.runtime.call import Post, Want, for_later, is_agreed, told
 from meshcomm.runtime.health.lateness import Late
 from meshcomm.runtime.pending import begin_all, queued
 from meshcomm.runtime.process.reuse import reserve
@@ -337,6 +337,8 @@ class OneHostLink(ProcessLink):
         if len(posts) < 2 and len(wants) < 2 and (posts or wants) and not (told.later or self.log.inside):
             got: list[Tensor] | None = self.exchange_now(self, posts[0] if posts else None, wants[0] if wants else None)
             if got is not None:
+                if got and told.begun is not None:
+                    told.begun.append((self._give_back, (wants[0], got[0])))
                 return got
         return super().exchange(posts, wants)
 
@@ -347,21 +349,30 @@ class OneHostLink(ProcessLink):
         if queued:
             begin_all()
         letters: Letters = self.mail.letters or letters_of(self.mail)  # type: ignore[assignment]
-        parcels: list[Parcel] = []
+        parcels = [Parcel(self, where, want, route) for want, route in zip(wants, got, strict=True)]
         out: list[Sent] = []
         posted, later = Posted(self, where, letters, parcels, out), told.later
+        if told.begun is not None:
+            told.begun.append((posted.give_up, ()))
         try:
-            parcels += [letters.ask(self, where, want, route) for want, route in zip(wants, got, strict=True)]
+            letters.ask(parcels)
             for post, route in zip(posts, sent, strict=True):
                 out.append(letters.send(self, post, route))
             if not later:
                 return posted.wait(None)
+            if parcels and not told.takes and posted.look():
+                letters.see_to_it()
         except BaseException:  # Ctrl-C, too
-            posted.give_up()
+            if self.watched and is_agreed(self):  # what comes is nobody else's
+                posted.abandon()
+                letters.see_to_it()
+            else:
+                posted.give_up()
             raise
-        if parcels and not told.takes and posted.look():
-            letters.see_to_it()
         return cast(Any, posted)  # type: ignore[no-any-return]
+
+    def _give_back(self, want: Want, got: Tensor) -> None:
+        letters_of(self.mail).give_back(self, want, route_of(self.name, want[3]), got)
 
     def carrier(self, call: Named) -> Carrier | None:
         """As in the base, by letters."""
