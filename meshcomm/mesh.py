@@ -28,6 +28,7 @@ from meshcomm.runtime.transports.dry.places import PlaceReads, ReadCoordinate, b
 from meshcomm.runtime.transports.protocol import Place
 from meshcomm.runtime.transports.solo import SoloLink
 from meshcomm.runtime.transports.threads import eras
+from meshcomm.runtime.transports.threads.eras import of_thread
 from meshcomm.runtime.transports.threads.scheduler import carry_over, current_rank
 from meshcomm.runtime.transports.threads.scheduler import local as _ranks
 
@@ -352,20 +353,6 @@ class Mesh(Answers, Shown):
 # ---------------------------------------------------------------------------------------------- the current mesh
 
 
-class _Local(threading.local):
-    def __init__(self) -> None:  # torch 2.11 compiles the attributes of the class in the place of a thread's own
-        self.mesh: Mesh | None = None
-        self.within = -1
-        """The backward pass in which it became the current one, if it did in one."""
-        self.first = -1
-        """The key of the first mesh that was current in this thread."""
-        self.several = False
-        """Whether another one was, too: only then may a graph be of another mesh than the current one."""
-
-
-_local = _Local()
-
-
 class use_mesh:  # noqa: N801  # reads as a verb, as torch.no_grad does
     """``with use_mesh(mesh):`` functions called without ``mesh=`` use this mesh, in this thread and in ranks launched
     in it.
@@ -384,28 +371,28 @@ class use_mesh:  # noqa: N801  # reads as a verb, as torch.no_grad does
         self._outer: list[tuple[Mesh | None, int]] = []
 
     def __enter__(self) -> Mesh:
-        self._outer.append((_local.mesh, _local.within))
+        self._outer.append((of_thread.mesh, of_thread.within))
         begin(self._mesh)
         return self._mesh
 
     def __exit__(self, *exc: object) -> None:
-        _local.mesh, _local.within = self._outer.pop()
+        of_thread.mesh, of_thread.within = self._outer.pop()
         if not torch.compiler.is_compiling():
-            eras.begin(_local.mesh)
+            eras.begin(of_thread.mesh)
 
 
 def begin(mesh: Mesh) -> None:
     """``mesh`` is the current one of this thread."""
     _set_current(mesh)
     if not torch.compiler.is_compiling():
-        _local.within = _torch.backward_pass()
+        of_thread.within = _torch.backward_pass()
         eras.begin(mesh)
 
 
 def _set_current(mesh: Mesh | None) -> None:
-    _local.mesh = mesh
-    if mesh is not None and mesh.key != _local.first:
-        _local.several, _local.first = _local.first >= 0, mesh.key
+    of_thread.mesh = mesh
+    if mesh is not None and mesh.key != of_thread.first:
+        of_thread.several, of_thread.first = of_thread.first >= 0, mesh.key
 
 
 def current_mesh() -> Mesh | None:
@@ -418,16 +405,16 @@ def current_mesh() -> Mesh | None:
         ...     mc.current_mesh()
         Mesh({'dp': 1})
     """
-    mesh = _local.mesh
-    if (mesh is None or _local.several) and not torch.compiler.is_compiling():
+    mesh: Mesh | None = of_thread.mesh
+    if (mesh is None or of_thread.several) and not torch.compiler.is_compiling():
         number = _torch.backward_pass()
-        if number >= 0 and (mesh is None or number != _local.within):
+        if number >= 0 and (mesh is None or number != of_thread.within):
             return cast("Mesh | None", eras.of_current_node() or mesh or eras.of_caller())
     return mesh
 
 
 def _capture_current() -> Callable[[], None] | None:
-    return None if _local.mesh is None else partial(_set_current, _local.mesh)
+    return None if of_thread.mesh is None else partial(_set_current, of_thread.mesh)
 
 
 carry_over(_capture_current)

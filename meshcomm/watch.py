@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from torch import Tensor
+
+from meshcomm.in_thread import in_thread
 
 Given = ParamSpec("Given")
 R = TypeVar("R")
@@ -56,16 +57,15 @@ class Watcher(Protocol):
         """Note that ``whole`` were gathered of these leaves, and that their gradients are summed over ``axes``."""
 
 
-class _Here(threading.local):
-    def __init__(self) -> None:  # torch 2.11 compiles the attributes of the class in the place of a thread's own
-        self.watcher: Watcher | None = None
-        self.draws_along: frozenset[str] | None = None
-        """The axes along which random functions draw differently; None: all."""
-        self.draws_over: Any = None
-        """The mesh whose axes these are; None: the one that is checked."""
+class _Here(Protocol):
+    watcher: Watcher | None
+    draws_along: frozenset[str] | None
+    """The axes along which random functions draw differently; None: all."""
+    draws_over: Any
+    """The mesh whose axes these are; None: the one that is checked."""
 
 
-here = _Here()
+here: _Here = in_thread
 
 
 def by_name(fn: Any, args: Sequence[Any], after: int = 0) -> dict[str, Any]:

@@ -1406,11 +1406,11 @@ class Outcome(NamedTuple):
 
 @contextlib.contextmanager
 def _without_mesh() -> Iterator[None]:
-    outer, mc.mesh._local.mesh = mc.mesh._local.mesh, None
+    outer, mc.mesh.of_thread.mesh = mc.mesh.of_thread.mesh, None
     try:
         yield
     finally:
-        mc.mesh._local.mesh = outer
+        mc.mesh.of_thread.mesh = outer
 
 
 def outcome(row: Row, h: Here) -> Outcome:

@@ -252,7 +252,7 @@ def test_few_changes_are_kept() -> None:
     for i in range(eras._MOST + 10):
         with mc.use_mesh(meshes[i % 2]):
             x * 2
-    assert len(eras._eras.own.starts) <= eras._MOST
+    assert len(eras.of_thread.eras.starts) <= eras._MOST
 
 
 # -------------------------------------------------------------------------------------------- leaves made in the body

@@ -22,6 +22,7 @@ MODULES = sorted(
 
 # From the bottom up; a module imports from its own row or a lower one.
 LAYERS = [
+    ("meshcomm.in_thread",),
     ("meshcomm.errors", "meshcomm.watch", "meshcomm.elsewhere"),
     ("meshcomm._versions", "meshcomm._trees"),
     ("meshcomm._torch",),

@@ -4,6 +4,7 @@ it must not leave: anything of its threads.
 
 import contextvars
 import gc
+import sys
 import threading
 import weakref
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import meshcomm as mc
+from meshcomm.in_thread import InThread
 from meshcomm.runtime import recorder
 from meshcomm.runtime.transports.threads.scheduler import local
 
@@ -78,6 +80,27 @@ def test_a_rank_finds_nothing_of_the_threads_before(mesh, run):
     assert not any(each.is_alive() for each in threads)
     assert not hasattr(_local, "kept")
     assert _context.get() == "new"
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_a_rank_makes_one_object_of_its_thread(mesh, check_vma, monkeypatch):
+    """Each costs its thread time, where it begins and where it ends."""
+    made, total = [], over(mesh, summed, check_vma)
+
+    def noting(cls, own):
+        def init(self, *args, **kwargs):
+            made.append(cls)
+            own(self, *args, **kwargs)
+
+        return init
+
+    total(X)
+    modules = [module for name, module in sys.modules.items() if name.startswith("meshcomm.")]
+    for cls in {type(each) for module in modules for each in vars(module).values()}:
+        if issubclass(cls, threading.local):
+            monkeypatch.setattr(cls, "__init__", noting(cls, cls.__init__))
+    total(X)
+    assert made == [InThread] * RANKS
 
 
 def test_one_thread_keeps_what_torch_cannot_tell():

@@ -10,16 +10,16 @@ import hashlib
 import itertools
 import re
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from meshcomm._torch.backward import backward_pass
 from meshcomm.errors import OurError, shape_text
+from meshcomm.in_thread import in_thread
 from meshcomm.runtime.callsite import CallSite, called_at, site_of
 from meshcomm.runtime.whose import Whose, differ
 from meshcomm.runtime.words import (
@@ -204,30 +204,30 @@ UNSEEN = (), (), (), ((), ()), None, False
 Begun = list[tuple[Callable[..., None], tuple[Any, ...]]] | None
 
 
-class _Told(threading.local):
+class _Told(Protocol):
     """What this thread is calling, said by who makes the call while its primitives run, and by nobody else: so nothing
     of a call is left for the next one.
     """
 
-    call: Any = None
+    call: Any
     """A :class:`Call`; or, for links that hear and are not watched, what makes one with its arguments, the tree and
     whose gradient it is; for links that are told briefly, what makes one, followed by all of its arguments.
     """
-    later = False
+    later: bool
     """Whether the call is waited for later: its primitives then give a Pending where they would have to wait."""
-    waits = False
+    waits: bool
     """Whether who makes the call waits for it nevertheless."""
-    node: Any = None
+    node: Any
     """The node of autograd that is being made of the call, where somebody hears it."""
-    begun: Begun = None
+    begun: Begun
     """How to give up the messages of this call, and with what: see :func:`all_or_none`."""
-    takes = False
+    takes: bool
     """Whether nobody stands still until a message of this call is here that is received later: what of it comes in a
     second step is then taken by who waits for it, without a thread.
     """
 
 
-told = _Told()
+told: _Told = in_thread
 
 
 def for_later(asked: bool, fn: Callable[..., T], *args: Any) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -26,10 +27,15 @@ class Outputs(NamedTuple):
     rest: Any = None
 
 
-def coordinates(mesh: Mesh) -> list[dict[str, int]]:
-    """Where each rank of the mesh is, in order."""
-    names, lengths = mesh.axis_names, mesh.shape.values()
-    return [dict(zip(names, place, strict=True)) for place in itertools.product(*map(range, lengths))]
+def coordinates(mesh: Mesh) -> Sequence[dict[str, int]]:
+    """Where each rank of the mesh is, in order; not to be changed."""
+    return _coordinates(tuple(mesh.shape.items()))
+
+
+@lru_cache(16)
+def _coordinates(shape: tuple[tuple[str, int], ...]) -> list[dict[str, int]]:
+    places = itertools.product(*[range(length) for _, length in shape])
+    return [dict(zip([name for name, _ in shape], place, strict=True)) for place in places]
 
 
 def assembled(ranks: list[Outputs], places: Sequence[dict[str, int]], mesh: Mesh, order: int) -> list[Tensor]:

@@ -30,6 +30,8 @@ from meshcomm.spmd.shard_map.rank_context import Modes, OwnState, begin_body, le
 from meshcomm.spmd.shard_map.specs import WHERE, pieces
 from meshcomm.spmd.types.reachable import Reachable, in_place_of
 
+_NONE: frozenset[int] = frozenset()
+_PLAINLY = contextlib.nullcontext()
 _REQUIRES_GRAD, _CLONE, _DETACH = attrgetter("requires_grad"), methodcaller("clone"), methodcaller("detach")
 
 Local = Callable[[list[Tensor], list[Tensor]], Outputs]
@@ -78,7 +80,8 @@ class Program:
         slots = [slot for slot in self.reach.slots if slot.of_module]
         state = partial(OwnState, slots, seed) if slots else partial(RandomState, seed)
         grad = self.modes.grad if self.order == 0 and wanted is None else wanted is not None
-        with in_place_of(self.reach.slots, dict(zip(self.shared, shared, strict=True))):
+        others = dict(zip(self.shared, shared, strict=True))
+        with in_place_of(self.reach.slots, others) if self.reach.slots else _PLAINLY:
             world = World(mesh.world_size, share=True, state=state)
             kept_axes.take(mesh, world)
             found = world.run(lambda: self._on_rank(inputs, shared, wanted, grad, modes))
@@ -127,14 +130,14 @@ class Program:
             parts = list(map(_CLONE, leaves))  # the function may change its own copy
             outputs = self.local(parts, shared)
         parts.clear()  # what the function has made of them is nobody's any more
-        tensors, used = outputs.tensors, []
+        tensors = outputs.tensors
+        needs, all_used = [False] * len(tensors), _NONE
         if any(map(_REQUIRES_GRAD, tensors)):
             used = leaves_behind(tensors, {id(leaf): i for i, leaf in enumerate([*leaves, *shared])}, mesh)
+            needs, all_used = list(map(bool, used)), _NONE.union(*used)
         if self.modes.transformed:
             no_tangents(tensors, mesh)
-        needs = list(map(bool, used)) or [False] * len(tensors)
-        bare = tuple.__new__(Outputs, (list(map(_DETACH, tensors)), *outputs[1:]))
-        return bare, needs, set().union(*used)
+        return tuple.__new__(Outputs, (list(map(_DETACH, tensors)), *outputs[1:])), needs, all_used
 
     def pullback(self, result: _Result, wanted: Sequence[bool]) -> Program:
         """The program from inputs and output gradients to the gradients of the inputs that are wanted."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar, overload
+from typing import Any, NoReturn, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -153,6 +153,7 @@ def _wrapped(
     if not callable(fn):
         fail(WHERE, f"fn is not callable but {type(fn).__name__}.", fix="a function of one rank's parts")
     signature = _signature(fn)
+    in_order = _in_order(signature, in_specs)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if mode is not False and torch.compiler.is_compiling():
@@ -161,7 +162,10 @@ def _wrapped(
         if mesh is None:
             checked(in_specs, "in_specs", over)
             checked(out_specs, "out_specs", over)
-        return _Run(fn, over, out_specs, mode, *_matched(signature, in_specs, args, kwargs)).result()
+        if in_order is None or kwargs or len(args) != len(in_order):
+            return _Run(fn, over, out_specs, mode, *_matched(signature, in_specs, args, kwargs)).result()
+        arguments = [(name, spec, value) for (name, spec), value in zip(in_order, args, strict=True)]
+        return _Run(fn, over, out_specs, mode, arguments, args, kwargs).result()
 
     return functools.wraps(fn)(run) if inspect.isroutine(fn) else run
 
@@ -176,40 +180,35 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature:
         return inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
 
 
-class _Argument(NamedTuple):
-    """One argument and what its spec says, before they are compared."""
+_Argument = tuple[str, Any, Any]
+"""One argument: its name, its spec and its value, before the last two are compared."""
+_PLAIN = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_EACH, _NAMED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
-    name: str
-    spec: Any
-    value: Any
+
+def _in_order(signature: inspect.Signature, in_specs: Any) -> list[tuple[str, Any]] | None:
+    """Each parameter with its spec, for arguments that are all given by their positions; None: that is not all."""
+    parameters = signature.parameters
+    if any(each.kind is not _PLAIN for each in parameters.values()) or isinstance(in_specs, Mapping):
+        return None
+    specs = in_specs if isinstance(in_specs, tuple) else (in_specs,) * len(parameters)
+    return list(zip(parameters, specs, strict=True)) if len(specs) == len(parameters) else None
 
 
 def _matched(
     signature: inspect.Signature, in_specs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[_Argument], inspect.BoundArguments]:
-    """Each argument with its name and its spec, in the order of the parameters."""
-    bound = _bound(signature, args, kwargs)
+) -> tuple[list[_Argument], tuple[Any, ...], dict[str, Any]]:
+    """Each argument with its name and its spec, in the order of the parameters; and the arguments as they are bound."""
+    bound = signature.bind(*args, **kwargs)
     specs = _Specs(in_specs, sum(len(_parts(parameter, bound)) for parameter in signature.parameters.values()))
-    found = []
+    found: list[_Argument] = []
     for parameter in signature.parameters.values():
         parts = _parts(parameter, bound)
         if not parts:
             specs.skip(parameter)
-        found += [_Argument(name, specs.take(name, parameter), value) for name, value in parts]
+        found += [(name, specs.take(name, parameter), value) for name, value in parts]
     specs.end()
-    return found, bound
-
-
-def _bound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
-    """As the signature binds them, in a fifth of the time where each parameter gets one argument by its position."""
-    parameters = signature.parameters
-    if kwargs or len(args) != len(parameters) or any(each.kind is not _PLAIN for each in parameters.values()):
-        return signature.bind(*args, **kwargs)
-    return inspect.BoundArguments(signature, dict(zip(parameters, args, strict=True)))
-
-
-_PLAIN = inspect.Parameter.POSITIONAL_OR_KEYWORD
-_EACH, _NAMED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return found, bound.args, bound.kwargs
 
 
 def _parts(parameter: inspect.Parameter, bound: inspect.BoundArguments) -> list[tuple[str, Any]]:
@@ -295,16 +294,21 @@ class _Run:
         out_specs: Any,
         mode: bool | str,
         arguments: list[_Argument],
-        bound: inspect.BoundArguments,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         self.fn, self.mesh, self.out_specs, self.mode = fn, mesh, out_specs, mode
         self.leaves: list[Laid] = []
         for name, spec, value in arguments:
+            if type(value) is Tensor and type(spec) is str:  # as a tree of one leaf, in a fifth of the time
+                self.leaves.append(Laid(value, name, of_tensor(spec, value.shape, name, mesh, whole=True)))
+                continue
             specs = spec_of_each_leaf(spec, value, name, f"the spec of {name}")
             self.leaves += laid_out(specs, value, name, mesh, whole=True)
         self.cut = [laid for laid in self.leaves if laid.layout is not None]
-        plain = not bound.kwargs and all(isinstance(x, Tensor) for x in bound.args)
-        self.form = None if plain else tree_flatten((bound.args, bound.kwargs))[1]
+        plain = not kwargs and all([isinstance(x, Tensor) for x in args])  # noqa: C419  # a generator takes longer
+        self.form = None if plain else tree_flatten((args, kwargs))[1]
+        self.laid: tuple[torch.Size, Layout] | None = None
         self.types: list[tuple[Type, str]] = []
         if mode is not False:
             self.grid = grid_of(mesh)
@@ -333,12 +337,13 @@ class _Run:
         with checker:
             result = self.fn(*args, **kwargs)
             if type(result) is Tensor and type(self.out_specs) is str and not made.any:  # a size may be refused
-                return [_returned(checker, result, self._layout_of, "output")], tree_flatten(result)[1]
+                result, layout = checker.result(result, self._layout_of, "output")
+                return [Laid(result, "output", layout)], tree_flatten(result)[1]
             laid_out, form = self._outputs(result)
             for each in laid_out:
                 if each.layout is None:
                     checker.plain_result(each.value, each.label)
-            return [each if each.layout is None else _again(checker, each, each.layout) for each in laid_out], form
+            return [_again(checker, each) for each in laid_out], form
 
     def _outputs(self, result: Any) -> tuple[list[Laid], Any]:
         """What the function has returned, compared with its specs."""
@@ -349,8 +354,11 @@ class _Run:
         return laid_out(specs, result, "output", self.mesh, whole=False), form
 
     def _layout_of(self, y: Tensor) -> Layout:
-        """That of the only output."""
-        return of_tensor(self.out_specs, y.shape, "output", self.mesh, whole=False)
+        """That of the only output: as a rule the same on all ranks."""
+        shape = y.shape
+        if self.laid is None or self.laid[0] != shape:
+            self.laid = shape, of_tensor(self.out_specs, shape, "output", self.mesh, whole=False)
+        return self.laid[1]
 
     def result(self) -> Any:
         """The global outputs."""
@@ -437,12 +445,8 @@ def _type_given(what: str, axes: tuple[str, ...], grid: Grid) -> Type:
     return Type(dict.fromkeys(axes, Origin(what, leaf=True)), grid=grid) if axes else INVARIANT
 
 
-def _returned(checker: Checker, y: Tensor, layout_of: Callable[[Tensor], Layout], label: str) -> Laid:
-    """An output, once it is known to vary along no other axes than its layout names."""
-    y, layout = checker.result(y, layout_of, label)
-    return Laid(y, label, layout)
-
-
-def _again(checker: Checker, laid: Laid, layout: Layout) -> Laid:
-    """The same of one that was laid out."""
-    return _returned(checker, laid.value, lambda _: layout, laid.label)
+def _again(checker: Checker, laid: Laid) -> Laid:
+    """One of several outputs, once it is known to vary along no other axes than its layout names."""
+    if (layout := laid.layout) is None:
+        return laid
+    return laid._replace(value=checker.result(laid.value, lambda _: layout, laid.label)[0])

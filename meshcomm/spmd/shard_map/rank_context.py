@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +20,7 @@ from meshcomm.collectives.check import differentiable
 from meshcomm.errors import fail, shape_text
 from meshcomm.mesh import Mesh, begin, current_mesh, use_mesh
 from meshcomm.runtime.process import accelerator
+from meshcomm.runtime.transports.threads.eras import of_thread
 from meshcomm.runtime.transports.threads.random_state import RandomState
 from meshcomm.spmd.shard_map.specs import WHERE
 from meshcomm.spmd.types.reachable import Reachable, Slot
@@ -27,11 +28,8 @@ from meshcomm.spmd.types.reachable import Reachable, Slot
 _NOTHING = contextlib.nullcontext()
 
 
-class _Here(threading.local):
-    mesh: Mesh | None = None
-
-
-_here = _Here()
+def _in_nothing() -> contextlib.AbstractContextManager[None]:
+    return _NOTHING
 
 
 class body_of(use_mesh):  # noqa: N801
@@ -43,27 +41,27 @@ class body_of(use_mesh):  # noqa: N801
 
     def __enter__(self) -> Mesh:
         mesh = super().__enter__()
-        _here.mesh = mesh
+        of_thread.body = mesh
         return mesh
 
     def __exit__(self, *exc: object) -> None:
-        _here.mesh = None
+        of_thread.body = None
         super().__exit__(*exc)
 
 
 def begin_body(mesh: Mesh) -> None:
     """What this thread does until it ends is the body of a shard_map over this mesh."""
-    _here.mesh = mesh
+    of_thread.body = mesh
     begin(mesh)
 
 
 def not_in_a_body(mesh: Mesh) -> None:
     """Refuse a shard_map inside of another one."""
-    if _here.mesh is not None:
+    if of_thread.body is not None:
         fail(
             WHERE,
             "called inside the function of another shard_map.",
-            got=f"mesh {mesh.shape} inside of mesh {_here.mesh.shape}; the values there are a rank's own parts",
+            got=f"mesh {mesh.shape} inside of mesh {of_thread.body.shape}; the values there are a rank's own parts",
             fix="call the function itself there, or use collectives",
         )
 
@@ -109,19 +107,18 @@ class Modes:
         """What brings back the modes of the call on ranks, which have those of who asks."""
         moved = self.device != default_device()
         casts = [cast for cast in self.casts if cast[2] or torch.is_autocast_enabled(cast[0])]
+        return partial(self._enter, moved, casts) if self.transformed or moved or casts else _in_nothing
 
-        @contextlib.contextmanager
-        def enter() -> Iterator[None]:
-            with contextlib.ExitStack() as stack:
-                if self.transformed:
-                    stack.enter_context(_NoWrappers())
-                if moved:
-                    stack.enter_context(self.device)
-                for kind, dtype, enabled in casts:  # what one rank has cast would be found by another one
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
-                yield
-
-        return enter if self.transformed or moved or casts else lambda: _NOTHING
+    @contextlib.contextmanager
+    def _enter(self, moved: bool, casts: Sequence[tuple[str, torch.dtype, bool]]) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self.transformed:
+                stack.enter_context(_NoWrappers())
+            if moved:
+                stack.enter_context(self.device)
+            for kind, dtype, enabled in casts:  # what one rank has cast would be found by another one
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+            yield
 
 
 def closed_over(reach: Reachable) -> list[tuple[str, Tensor]]:

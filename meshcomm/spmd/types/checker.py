@@ -66,6 +66,8 @@ class Checker(Functions, Attributes, Sizes, Collectives, AtOnce):
         kind = self.type_of(y)
         if kind is None:
             self._unknown(y, [y], f"the return of {label}")
+        if not kind.axes and not axes:
+            return y
         extra = kind.axes.difference(axes)
         if extra:
             along = names(sorted(extra))

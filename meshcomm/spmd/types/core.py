@@ -64,7 +64,7 @@ from meshcomm.spmd.types.vma import (
     nothing_wider_in,
     writes,
 )
-from meshcomm.watch import here, watched_by
+from meshcomm.watch import here
 
 WHERE = "check_vma"
 _MARK = "mc.mark_varying(x, axes) says along which axes it varies, () for none"
@@ -81,6 +81,7 @@ class Core(Remembered, TorchFunctionMode):
         self.mesh, self.insert = mesh, insert
         self.grid = grid_of(mesh) if grid is None else grid
         self._all = self.grid.axes
+        self._joined, self._short = self.grid.joined, self.grid.short  # a step is checked by a checker of its own
         self._known: dict[int, tuple[Tensor, Type, int]] = {}
         self._growing: dict[int, tuple[Tensor, Tensor]] = {}
         self._outer: list[Any] = []
@@ -98,14 +99,19 @@ class Core(Remembered, TorchFunctionMode):
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
         here.watcher = self._outer.pop()
         if not self._outer:
-            self._forget_all()
+            if self._pvaried:
+                self._forget_all()
             self._growing.clear()
 
     @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:
         """What runs inside is not looked at, and is seen by no other mode either."""
-        with watched_by(None), without_modes():
-            yield
+        outer, here.watcher = here.watcher, None
+        try:
+            with without_modes():
+                yield
+        finally:
+            here.watcher = outer
 
     # ------------------------------------------------------------------------------------------------- types of tensors
 
@@ -333,8 +339,12 @@ class Core(Remembered, TorchFunctionMode):
         if base is not None and self._stands_for(base, x, mine):
             y = view_again(x, self.vary(base, axes, name, operands, found))
         if y is None or not same_place(x, y):  # a view of what its base was before x.data = ...
-            with self._apart():
-                y = self._varied(x, axes)
+            outer, here.watcher = here.watcher, None  # as `_apart` does it, which takes longer
+            try:
+                with without_modes():
+                    y = self._varied(x, axes)
+            finally:
+                here.watcher = outer
         self._note(y, _begun(mine, axes, Origin(name, call_site()), self.grid))
         carried(x, y)
         entry.put(axes, y)
@@ -361,8 +371,11 @@ class Core(Remembered, TorchFunctionMode):
         return whole is not None and whole.axes == mine.axes
 
     def _names(self, axes: frozenset[str]) -> AxisName:
-        ordered = tuple(axis for axis in self.mesh.axis_names if axis in axes)
-        return ordered[0] if len(ordered) == 1 else ordered
+        found = self.grid.named.get(axes)
+        if found is None:
+            ordered = tuple(axis for axis in self.grid.shape if axis in axes)
+            found = self.grid.named[axes] = ordered[0] if len(ordered) == 1 else ordered
+        return found
 
     def _axis(self, axes: frozenset[str]) -> Axis:
         return self.mesh.axis(self._names(axes), WHERE)

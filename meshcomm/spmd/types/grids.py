@@ -36,6 +36,8 @@ class Grid:
         self.shape, self.ranks = shape, ranks
         self.axes = frozenset(shape)
         self._moved: dict[tuple[Grid, frozenset[str]], Moved | None] = {}
+        self.named: dict[frozenset[str], str | tuple[str, ...]] = {}
+        """What several of its axes are called together, in its order; one by its name."""
         self.joined: dict[Any, Any] = {}
         """What types on it make together, for who joins them."""
         self.given: dict[Any, Any] = {}

@@ -9,27 +9,28 @@ the thread that called the backward pass stands in for it.
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from bisect import bisect_right
 from contextvars import ContextVar
+from threading import get_ident
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from meshcomm._torch import backward_context, backward_pass, current_node, next_sequence_number, sequence_number
-from meshcomm.runtime.transports.threads.scheduler import current_rank
+from meshcomm.in_thread import in_thread
+from meshcomm.runtime.transports.threads.scheduler import current_rank, local
 
 _MOST = 10_000
 """Changes from mesh to mesh that are kept for a thread; the graphs of those before have ended long ago."""
 
 
 class _Thread:
-    """The eras of one thread: the first node of each, and the mesh."""
+    """The eras of one thread, which begins to have any: the first node of each, and the mesh."""
 
-    def __init__(self, rank: object) -> None:
-        self.rank, self.ident = rank, threading.get_ident()
+    def __init__(self) -> None:
+        self.rank, self.ident = local.rank, get_ident()
         self.by_autograd = backward_pass() >= 0
         """Whether it came to its first mesh in a backward pass: as a rule it is a thread of autograd's."""
         self.starts: list[int] = []
@@ -60,20 +61,33 @@ def _alive() -> list[_Thread]:
     return [each for ref in list(_threads.values()) if (each := ref()) is not None]
 
 
-class _Eras(threading.local):
-    def __init__(self) -> None:
-        self.own = _Thread(current_rank())
+class _OfThread(Protocol):
+    mesh: Any
+    """The current one."""
+    within: int
+    """The backward pass in which it became the current one, if it did in one; or -1."""
+    first: int
+    """The key of the first mesh that was current in this thread; or -1."""
+    several: bool
+    """Whether another one was, too: only then may a graph be of another mesh than the current one."""
+    body: Any
+    """The mesh of the shard_map whose function runs."""
+    eras: _Thread | None
+    """When which mesh was the current one; None: none was."""
 
 
-_eras = _Eras()
+of_thread: _OfThread = in_thread
 _mine: ContextVar[_Thread] = ContextVar("_mine")
 """Of the thread whose context it is: torch takes that along to the threads of autograd."""
 
 
 def begin(thing: object | None) -> None:
     """From now on this is the mesh of the nodes that this thread makes."""
-    _eras.own.begin(thing)
-    _mine.set(_eras.own)
+    eras = of_thread.eras
+    if eras is None:
+        eras = of_thread.eras = _Thread()
+    eras.begin(thing)
+    _mine.set(eras)
 
 
 def of_current_node() -> Any:
@@ -113,7 +127,7 @@ def _is_in_backward(frame: FrameType | None) -> bool:
 def _of(node: Any) -> object | None:
     number = sequence_number(node)
     if current_rank() is not None:
-        return _eras.own.at(number)
+        return None if of_thread.eras is None else of_thread.eras.at(number)
     # Autograd has threads of its own, and each thread has its own numbers; few graphs are made by the former.
     for by_autograd in (False, True):
         threads = [each for each in _alive() if each.rank is None and each.by_autograd == by_autograd]

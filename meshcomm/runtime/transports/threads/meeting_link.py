@@ -82,12 +82,12 @@ class MeetingLink(Defaults):
     def at_rest(self) -> bool:
         """Whether nobody waits for anything that was begun."""
         circle = self._circle
-        waiting = circle.meetings or circle.rolls or any(circle.posts.values()) or any(circle.wants.values())
-        return not waiting and not self.log.inside
+        waiting = circle.meetings or circle.rolls or (circle.posts and any(circle.posts.values()))
+        return not (waiting or self.log.inside or (circle.wants and any(circle.wants.values())))
 
     def references_to(self, axis: object) -> int:
         """How many of its calls that it knows again name this axis."""
-        return sum(_axis_of(key[0]) is axis for key in self._calls)
+        return [_axis_of(key[0]) for key in self._calls].count(axis)
 
     def refuse(self, where: str, why: str, axis: object) -> None:
         """Take this rank's place at the meeting, and tell those who have come and those who will. A message that is

@@ -19,6 +19,7 @@ import torch
 
 from meshcomm import _torch
 from meshcomm.errors import CommError, fail, text
+from meshcomm.in_thread import in_thread
 from meshcomm.runtime.callsite import hinted
 from meshcomm.runtime.pending import TimedOutError
 from meshcomm.runtime.process import accelerator, forks, inside
@@ -45,11 +46,11 @@ _STARTS = 1.0
 _DEADLOCK_FIX = "  fix: every rank of an axis must make the same calls on it in the same order"
 
 
-class _Local(threading.local):
-    rank: Rank | None = None
+class _Local(Protocol):
+    rank: Rank | None
 
 
-local = _Local()
+local: _Local = in_thread
 """``local.rank`` is the in-process rank whose code is running: :func:`current_rank` without the call."""
 
 

@@ -24,11 +24,10 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from meshcomm._torch import functorch_active, unwrap_if_dead
-from meshcomm.mesh import Mesh
 from meshcomm.runtime.callsite import is_ours, outermost
 from meshcomm.spmd.types.core import untraceable
 from meshcomm.spmd.types.foreign_memory import lent
-from meshcomm.spmd.types.grids import ANYWHERE, Grid, wrote
+from meshcomm.spmd.types.grids import ANYWHERE, wrote
 from meshcomm.spmd.types.rules.in_place import InPlace
 from meshcomm.spmd.types.rules.operands import SIMPLE, same_place
 from meshcomm.spmd.types.rules.short import ASKS, NUMBERS, SEVERAL, Args, Short, flat_of, simple
@@ -57,10 +56,7 @@ _MOST = 1024
 class AtOnce(InPlace):
     """Sees every operation, most of them at once; the others go the long way."""
 
-    def __init__(self, mesh: Mesh, *, insert: bool, grid: Grid | None = None) -> None:
-        super().__init__(mesh, insert=insert, grid=grid)
-        self._joined: dict[tuple[Type, ...], Type | dict[tuple[int, int, str], tuple[CodeType, Type]]]
-        self._joined, self._short = self.grid.joined, self.grid.short  # a step is checked by a checker of its own
+    _joined: dict[tuple[Type, ...], Type | dict[tuple[int, int, str], tuple[CodeType, Type]]]
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         # All in one: a call of Python is what two of these look-ups cost.
