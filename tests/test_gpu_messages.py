@@ -53,14 +53,14 @@ def as_nccl_does(name: str, folder: str) -> None:
         for place in (group_link, process_group):
             patch.setattr(place, "KNOW_NO_TAGS", {"gloo"}, raising=place is group_link)
         patch.setattr(ProcessLink, "exchange", recorded(ProcessLink._by_batch, "exchange"))
-        depart = letters._Passage._depart
+        ready = letters._Passage._make_ready
 
         def late(self: letters._Passage) -> None:
             """Threads that receive are later to queue it than those that send."""
             time.sleep(0 if self.batch.sides[0].sends else 0.3)
-            depart(self)
+            ready(self)
 
-        patch.setattr(letters._Passage, "_depart", late)
+        patch.setattr(letters._Passage, "_make_ready", late)
         begin = _torch.begin_messages
         patch.setattr(_torch, "begin_messages", lambda todo: [Again(work) for work in begin(todo)])
         mc.init(init_method=f"file://{folder}/{name}", rank=rank, world_size=2, timeout=20, guard=True)
