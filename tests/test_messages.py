@@ -410,6 +410,7 @@ NOW = {
     "zeros without memory": torch._efficientzerotensor((5,)),
     "a part of zeros without memory": torch._efficientzerotensor((5000,))[4990:],
     "many zeros without memory": torch._efficientzerotensor((5000,)),
+    "the end of very many zeros without memory": torch._efficientzerotensor((2**23,))[-5:],
 }
 
 

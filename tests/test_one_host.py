@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import os
 import re
 import signal
@@ -181,6 +182,7 @@ WRITTEN: dict[str, Callable[[], Tensor]] = {
     "negative": lambda: torch._neg_view(torch.arange(float(LARGE))),
     "conjugated": lambda: torch.complex(torch.arange(float(LARGE)), torch.ones(LARGE)).conj(),
     "zeros without memory": lambda: torch._efficientzerotensor((LARGE,)),
+    "the end of many zeros without memory": lambda: torch._efficientzerotensor((2**23,))[-LARGE:],
     "copied when it is written to": lambda: torch._lazy_clone(torch.arange(float(LARGE))),
     "escaped from a transform": lambda: escaped(torch.arange(float(LARGE))),
     "half": lambda: torch.arange(LARGE).bfloat16(),
@@ -200,6 +202,27 @@ def test_what_is_written_to_where_others_read_it(name: str) -> None:
             lending.put(wide[:, 0], x)
             assert torch.equal(wide[:, 0], x.to(wide.dtype))
             assert not wide[:, 1].any()
+
+
+def test_who_writes_waits_for_no_other_thread() -> None:
+    x, interval, done = torch.ones(2**22), sys.getswitchinterval(), threading.Event()
+    into = torch.frombuffer(mmap.mmap(-1, x.nbytes), dtype=x.dtype)  # not touched yet: it takes long
+
+    def count() -> None:
+        while not done.is_set():
+            pass
+
+    busy = threading.Thread(target=count)
+    sys.setswitchinterval(1.0)
+    try:
+        busy.start()
+        begin = time.monotonic()
+        lending.put(into, x)
+        assert time.monotonic() - begin < 0.9
+    finally:
+        sys.setswitchinterval(interval)
+        done.set()
+        busy.join()
 
 
 def test_a_transform_sees_what_is_written() -> None:

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import pickle
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -181,6 +182,46 @@ def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     given(reserve)
     given(reserve)
     assert reserve.held == 0
+
+
+@needs_counts
+def test_who_is_interrupted_anywhere_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(reuse.SWITCH, "5")  # two and a half
+    lines = 0
+    while True:
+        reserve, left = Reserve(), lines
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal left
+            if frame.f_code is not Reserve._take.__code__:
+                return trace if frame.f_code is Reserve._find.__code__ else None
+            left -= event == "line"
+            if left < 0:
+                raise KeyboardInterrupt
+            return trace
+
+        held, before = [given(reserve), given(reserve), given(reserve)], sys.gettrace()
+        del held[0], held[1]
+        sys.settrace(trace)
+        try:
+            for _ in range(3):
+                given(reserve)
+                held.append(given(reserve))
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        held.clear()
+        for count in (1, 2, 1, 2):
+            assert len(reserve.find(SHAPE, torch.empty(0), count) or ()) == count
+            assert sum(each.nbytes for each in reserve._kept) <= 5 * 2**20
+        held += [given(reserve) for _ in range(4)]
+        assert len({x.data_ptr() for x in held}) == 4
+        assert reserve.held == sum(each.nbytes for each in reserve._kept) > 0
+        if left >= 0:
+            break
+        lines += 1
+    assert lines > 20
 
 
 def test_small_results_and_those_inside_a_transform_are_plain() -> None:

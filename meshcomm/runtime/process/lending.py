@@ -58,12 +58,16 @@ PART = 2**18
 """Bytes that ``memmove`` is given at once: of more the C library moves vectors."""
 _ONE_THREAD = 2**22
 """Bytes from which on torch's threads, if it has some, are faster."""
-LOWEST = 2**22
-"""Nothing of a program's lies below this: the address of what has no memory (zeros that torch makes when they are read,
-what is traced) is nothing and an offset.
+LOW = 2**40
+"""An address below this may be nothing and an offset, of what has no memory (zeros that torch makes when they are read,
+what is traced).
 """
+_LOWEST = 2**22
+"""Nothing of a program's lies below this."""
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
-copy = ctypes.memmove
+# Python's lock is kept, for some µs: who gave it away between parts would wait for other threads after each.
+copy = ctypes.PyDLL(None).memmove
+copy.argtypes, copy.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_void_p
 
 
 class Reader(Protocol):
@@ -160,7 +164,7 @@ def put(into: Tensor, x: Tensor) -> None:
         into.copy_(x)
         return
     address = _address(x) if x.dtype is into.dtype and x.nbytes == nbytes and into.is_contiguous() else 0
-    if address < LOWEST:
+    if not address:
         into.copy_(x)
         return
     to, end = into.data_ptr(), address + nbytes
@@ -171,13 +175,22 @@ def put(into: Tensor, x: Tensor) -> None:
 
 
 def _address(x: Tensor) -> int:
-    """Where all of it lies as it is; less than ``LOWEST`` if it does not."""
+    """Where all of it lies as it is; 0 if it does not."""
     if type(x) not in _PLAIN or not _torch.plain_now() or not x.is_contiguous() or x.is_neg() or x.is_conj():
         return 0
     try:
-        return x.data_ptr()
+        address = x.data_ptr()
     except RuntimeError:  # it has escaped from a transform
         return 0
+    return 0 if address < LOW and is_nowhere(x, address) else address
+
+
+def is_nowhere(x: Tensor, address: int) -> bool:
+    """Whether this address of ``x``, which is low, is nothing and an offset: torch knows what stands there."""
+    try:
+        return address < _LOWEST or x.untyped_storage().data_ptr() < _LOWEST
+    except RuntimeError:  # torch has none to give
+        return True
 
 
 class Room:

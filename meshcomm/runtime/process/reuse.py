@@ -121,7 +121,7 @@ class Reserve:
                 self._asked.append(nbytes)
                 return None
             new = [_Kept(nbytes) for _ in range(count - len(found))]
-            self.held += nbytes * len(new)
+            self.held = sum(each.nbytes for each in (*mine, *new))  # anew: Ctrl-C may have come in between
             mine += new
             found += new
         for kept in found:
@@ -129,7 +129,7 @@ class Reserve:
             if kept is not mine[-1]:
                 mine.remove(kept)
                 mine.append(kept)
-        while self.held > self._room or len(mine) > _MOST or now - mine[0].given > _LONG:
+        while mine and (self.held > self._room or len(mine) > _MOST or now - mine[0].given > _LONG):
             self.held -= mine.pop(0).nbytes
         return found
 

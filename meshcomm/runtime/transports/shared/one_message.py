@@ -30,7 +30,7 @@ from meshcomm.errors import CommError
 from meshcomm.runtime.call import Post, Want, is_agreed
 from meshcomm.runtime.pending import begin_all, queued
 from meshcomm.runtime.process import lending
-from meshcomm.runtime.process.lending import LOWEST, PART, STATE, Segment, copy
+from meshcomm.runtime.process.lending import LOW, PART, STATE, Segment, copy, is_nowhere
 from meshcomm.runtime.process.reuse import LEAST, reserve
 from meshcomm.runtime.recorder import ENDED, Log, Record, failed
 from meshcomm.runtime.transports import dtypes
@@ -205,7 +205,7 @@ def _put(link: Any, letters: Letters, what: _Known, post: Any) -> Sent:
     except RuntimeError:  # it has escaped from a transform
         x = x.detach()
         address = x.data_ptr()
-    if address < LOWEST and what.nbytes:  # torch knows what it is, or that it cannot be read
+    if address < LOW and what.nbytes and is_nowhere(x, address):  # or it cannot be read, which torch says
         sent = None
     elif what.nbytes <= INSIDE:
         sent = _put_inside(link, letters, what, address, dst)
