@@ -252,7 +252,7 @@ class Letters:
             fits = self._fits(parcel, letter, src)
             with parcel.as_asked():
                 packed = _room_for(parcel, fits, letter[_NBYTES])
-                if written > 0 and fits and not (follows or parcel.dropped):
+                if written > 0 and fits and not follows:  # dropped or not: an interrupted call may give it back yet
                     if segment is not None:
                         packed.copy_(segment.part(packed.nbytes, packed.dtype))
                     else:
