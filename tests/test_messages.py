@@ -29,6 +29,7 @@ from meshcomm.runtime.transports.envelopes import ROOM, SIZE, Envelope
 from meshcomm.runtime.transports.shared import one_message
 from meshcomm.runtime.transports.shared.letters import INSIDE, MOST, Letters, letters_of
 from meshcomm.runtime.transports.shared.mailbox import Mail
+from meshcomm.runtime.transports.shared.messages import Posted
 from meshcomm.runtime.transports.shared.one_message import _write
 from meshcomm.runtime.transports.shared.waiting import Wait
 from meshcomm.runtime.transports.underway import Messages
@@ -923,6 +924,33 @@ def interrupted_when_it_is_back(seconds: float) -> list[float]:
 @pytest.mark.parametrize("seconds", [0.0, 2e-3], ids=["soon", "late"])
 def test_who_is_interrupted_when_a_call_in_time_is_back(pool4: Any, seconds: float) -> None:
     assert pool4.run(interrupted_when_it_is_back, seconds)[1] == [1.0, 2.0]
+
+
+def interrupted_before_it_is_told() -> list[Any]:
+    """Who is interrupted when all is here, of which one does not fit, asks again: is told, and gets the next one next."""
+    mesh = pair()
+    if mesh is None:
+        return []
+    if mesh.rank == 0:
+        works = [mc.send(torch.ones(length), "a", 1, mesh=mesh, async_op=True) for length in (2, 3, 2, 2)]
+        mc.wait(works)
+        return []
+
+    def take() -> list[Tensor]:
+        return mc.exchange([], [(0, (2,), torch.float32)] * 3, "a", mesh=mesh, timeout=10)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Posted, "_rests", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            take()
+    found = [told(take)]
+    return [*found, mc.recv("a", 0, shape=(2,), dtype=torch.float32, mesh=mesh, timeout=10).tolist()]
+
+
+def test_what_does_not_fit_is_told_to_who_asks_again(pool4: Any) -> None:
+    said, last = pool4.run(interrupted_before_it_is_told)[1]
+    assert "does not fit: index 0 sends f32[3]" in said
+    assert last == [1.0, 1.0]
 
 
 def nothing(*_: Any) -> None: ...
