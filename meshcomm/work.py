@@ -109,45 +109,50 @@ class Work(Generic[T]):
         if self._over and self._error is None:
             return self._value
         lock, began = self._lock, 0.0 if timeout is None else time.monotonic()
-        if lock is not None:
-            if forks.parent:
-                forks.refuse("wait")
-            if timeout is None:
+        if lock is not None and forks.parent:
+            forks.refuse("wait")
+        try:  # no call from here to that of the lock: it is inside, for Ctrl-C comes when it has been taken
+            if lock is None:
+                pass
+            elif timeout is None:
                 lock.acquire()  # half of what a with statement takes
             elif not lock.acquire(timeout=timeout):
                 raise CommError(self._late(timeout))
-        try:  # for the one thread that may wait
-            if self._error is not None:
-                raise self._error
-            if self._over:
-                return self._value
-            if timeout is not None:
-                timeout = max(0.0, timeout - (time.monotonic() - began))
-            source = self._source
-            if timeout is None and source.__class__ is Started and (record := source.noted) is not None:
-                record[THREAD] = get_ident()  # as its own wait does it, without its call
-                try:
-                    source.work.wait()
-                except RuntimeError as error:
-                    raise source.failure(record, error) from error
-                if record[ENDED] is None:
-                    record[ENDED] = time.monotonic()
-                value: T = source.result
-            else:
-                value = source.wait(timeout) if source.bare else self._finish(timeout)
-            if self._look is not None:
-                self._shown(value)
-            self._value, self._over, self._source = value, True, None
-            return value
-        except TimedOutError as late:
-            waited = 0.0 if timeout is None else time.monotonic() - began
-            raise CommError(self._late(waited, str(late))) from None
-        except Exception as error:
-            self._error, self._over, self._source, self._look = error, True, None, None
-            raise
+            try:  # for the one thread that may wait
+                if self._error is not None:
+                    raise self._error
+                if self._over:
+                    return self._value
+                if timeout is not None:
+                    timeout = max(0.0, timeout - (time.monotonic() - began))
+                source = self._source
+                if timeout is None and source.__class__ is Started and (record := source.noted) is not None:
+                    record[THREAD] = get_ident()  # as its own wait does it, without its call
+                    try:
+                        source.work.wait()
+                    except RuntimeError as error:
+                        raise source.failure(record, error) from error
+                    if record[ENDED] is None:
+                        record[ENDED] = time.monotonic()
+                    value: T = source.result
+                else:
+                    value = source.wait(timeout) if source.bare else self._finish(timeout)
+                if self._look is not None:
+                    self._shown(value)
+                self._value, self._over, self._source = value, True, None
+                return value
+            except TimedOutError as late:
+                waited = 0.0 if timeout is None else time.monotonic() - began
+                raise CommError(self._late(waited, str(late))) from None
+            except Exception as error:
+                self._error, self._over, self._source, self._look = error, True, None, None
+                raise
         finally:
             if lock is not None:
-                lock.release()
+                try:  # noqa: SIM105  # a context is entered by a call, where Ctrl-C comes
+                    lock.release()
+                except RuntimeError:
+                    pass  # it has not been taken; whose it is already takes it at once
 
     def _finish(self, timeout: float | None) -> Any:
         source = self._source

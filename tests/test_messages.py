@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 import meshcomm as mc
+from meshcomm.collectives import door
+from meshcomm.collectives.door import _handed
 from meshcomm.runtime.process import lending
 from meshcomm.runtime.process.boxes import Box
 from meshcomm.runtime.process.lending import PART
@@ -27,8 +29,10 @@ from meshcomm.runtime.transports.envelopes import ROOM, SIZE, Envelope
 from meshcomm.runtime.transports.shared import one_message
 from meshcomm.runtime.transports.shared.letters import INSIDE, MOST, Letters, letters_of
 from meshcomm.runtime.transports.shared.mailbox import Mail
+from meshcomm.runtime.transports.shared.messages import Posted
 from meshcomm.runtime.transports.shared.one_message import _write
 from meshcomm.runtime.transports.shared.waiting import Wait
+from meshcomm.runtime.transports.underway import Messages
 
 Run = Callable[..., list[Any]]
 LARGE = SIZE
@@ -857,6 +861,138 @@ def interrupted_before_the_first() -> float:
 
 def test_who_is_interrupted_before_the_first_letter(pool4: Any) -> None:
     assert pool4.run(interrupted_before_the_first)[1] == 2.0
+
+
+def let_go_of_and_interrupted() -> list[float]:
+    """Who is interrupted before it has the Work, whose message comes before that is given up, asks again."""
+    mesh = pair()
+    if mesh is None:
+        return []
+    want: Any = {"shape": (5000,), "dtype": torch.float32, "mesh": mesh, "timeout": 30}
+    if mesh.rank == 0:
+        for value in (1.0, 2.0):
+            mc.send(torch.full((5000,), value), "a", 1, mesh=mesh)
+        return []
+
+    def lets_go(*given: Any) -> None:
+        _handed(*given)
+        letters = letters_of(mesh.axis("a").link.mail)
+        while letters.asked:
+            letters.look()
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of the Work
+        patch.setattr(door, "_handed", lets_go)
+        with pytest.raises(KeyboardInterrupt):
+            mc.recv("a", 0, shape=(5000,), dtype=torch.float32, mesh=mesh, async_op=True)
+    return [value for _ in range(2) for value in mc.recv("a", 0, **want).unique().tolist()]
+
+
+def test_a_message_that_was_let_go_of_and_is_given_back_is_whole(pool4: Any) -> None:
+    for _ in range(3):
+        assert pool4.run(let_go_of_and_interrupted)[1] == [1.0, 2.0]
+
+
+def interrupted_when_it_is_back(seconds: float) -> list[float]:
+    """Who is interrupted when the call inside of one with a time-out has given what came."""
+    mesh = pair()
+    if mesh is None:
+        return []
+    if mesh.rank == 0:
+        time.sleep(seconds)
+        for value in (1.0, 2.0):
+            mc.send(torch.tensor([value]), "a", 1, mesh=mesh)
+        return []
+    want: Any = {"shape": (1,), "dtype": torch.float32, "mesh": mesh, "timeout": 10}
+
+    def arrive(frame: Any, event: str, _: Any) -> None:
+        outer = frame.f_back
+        if event == "return" and frame.f_code is mc.recv.__code__ and outer and outer.f_code is door.aside.__code__:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    before = sys.getprofile()
+    sys.setprofile(arrive)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            mc.recv("a", 0, **want)
+    finally:
+        sys.setprofile(before)
+    return [mc.recv("a", 0, **want).item() for _ in range(2)]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 2e-3], ids=["soon", "late"])
+def test_who_is_interrupted_when_a_call_in_time_is_back(pool4: Any, seconds: float) -> None:
+    assert pool4.run(interrupted_when_it_is_back, seconds)[1] == [1.0, 2.0]
+
+
+def interrupted_before_it_is_told() -> list[Any]:
+    """Who is interrupted when all is here, of which one does not fit, asks again: is told, and gets the next one next."""
+    mesh = pair()
+    if mesh is None:
+        return []
+    if mesh.rank == 0:
+        works = [mc.send(torch.ones(length), "a", 1, mesh=mesh, async_op=True) for length in (2, 3, 2, 2)]
+        mc.wait(works)
+        return []
+
+    def take() -> list[Tensor]:
+        return mc.exchange([], [(0, (2,), torch.float32)] * 3, "a", mesh=mesh, timeout=10)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Posted, "_rests", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            take()
+    found = [told(take)]
+    return [*found, mc.recv("a", 0, shape=(2,), dtype=torch.float32, mesh=mesh, timeout=10).tolist()]
+
+
+def test_what_does_not_fit_is_told_to_who_asks_again(pool4: Any) -> None:
+    said, last = pool4.run(interrupted_before_it_is_told)[1]
+    assert "does not fit: index 0 sends f32[3]" in said
+    assert last == [1.0, 1.0]
+
+
+def nothing(*_: Any) -> None: ...
+
+
+def interrupted_while_it_follows(when: str) -> list[Any]:
+    """Who is interrupted in what follows over gloo, and asks again."""
+    mesh = pair()
+    if mesh is None:
+        return []
+    if mesh.rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Letters, "_lend", nothing)
+            patch.setattr(one_message, "_put_lent", nothing)
+            works = [mc.send(torch.full((5000,), value), "a", 1, mesh=mesh, async_op=True) for value in (1.0, 2.0)]
+        mc.wait(works)
+        goes_on(mesh)
+        return []
+
+    def take() -> list[float]:
+        return mc.recv("a", 0, shape=(5000,), dtype=torch.float32, mesh=mesh).unique().tolist()
+
+    def arrive(frame: Any, event: str, arg: Any) -> None:
+        if frame.f_code is Messages._wait.__code__ and event == when and getattr(arg, "__name__", "wait") == "wait":
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(arrive)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            take()
+    finally:
+        sys.setprofile(None)
+    found = [take(), take()]
+    goes_on(mesh)
+    return found
+
+
+def test_who_is_interrupted_while_the_message_follows(pool4: Any) -> None:
+    for event in ("call", "c_return"):
+        assert pool4.run(interrupted_while_it_follows, event)[1] == [[1.0], [2.0]]
 
 
 def dies_in_the_middle(folder: str) -> None:

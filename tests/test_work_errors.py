@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import meshcomm as mc
+from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.work import Work
 
 if TYPE_CHECKING:
@@ -320,3 +322,72 @@ def test_waiting_again_and_again_for_nobody_is_a_deadlock() -> None:
     with pytest.raises(mc.CommError, match="deadlock") as caught:
         mc.launch(never_gives_up, ranks=2)
     assert "rank 1 has returned" in str(caught.value)
+
+
+# ----------------------------------------------------------------------------------------------------- interrupted
+
+
+class Soon(Pending):
+    """What another thread says, when somebody waits for it."""
+
+    bare = True
+
+    def __init__(self) -> None:
+        self.asked, self.here = threading.Event(), threading.Event()
+
+    def wait(self, timeout: float | None) -> Any:
+        self.asked.set()
+        if not self.here.wait(timeout):
+            raise TimedOutError
+        return 7
+
+    def abandon(self) -> None: ...
+
+
+def test_another_thread_waits_for_what_one_was_interrupted_in() -> None:
+    """Wherever Ctrl-C comes: where a call begins, and where one of C's is over."""
+    for door in range(100):
+        source, left = Soon(), door
+        source.here.set()
+        work: Work[int] = Work(source)
+
+        def arrive(frame: Any, event: str, _: Any) -> None:
+            nonlocal left
+            if event in ("call", "c_return") and frame.f_code in (Work.wait.__code__, Soon.wait.__code__):
+                left -= 1
+                if left < 0:
+                    sys.setprofile(None)
+                    raise KeyboardInterrupt
+
+        before = sys.getprofile()
+        sys.setprofile(arrive)
+        try:
+            work.wait()
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        finally:
+            sys.setprofile(before)
+        found: list[int] = []
+        other = threading.Thread(target=lambda work=work, found=found: found.append(work.wait(5)))
+        other.start()
+        other.join()
+        assert found == [7], door
+    assert 3 < door < 100
+
+
+def test_who_waits_in_vain_for_another_thread_that_waits_leaves_it_alone() -> None:
+    source = Soon()
+    work: Work[int] = Work(source)
+    found: list[int] = []
+    other = threading.Thread(target=lambda: found.append(work.wait()))
+    other.start()
+    assert source.asked.wait(30)
+    for _ in range(2):
+        with pytest.raises(mc.CommError, match="not done after"):
+            work.wait(0.01)
+    source.here.set()
+    other.join()
+    assert found == [7]
+    assert work.wait() == 7

@@ -105,11 +105,15 @@ def aside(fn: Callable[..., Any], /, *args: Any) -> Any:
         return here.watcher.called(fn, args)
     given = by_name(fn, args)
     given["async_op"] = Limit(fn.__name__, given.pop("timeout"), given["async_op"])
-    told.waits = True
+    mine: Begun = []  # its own, for to be back from fn is one more place where Ctrl-C comes
+    before, told.begun, told.waits = told.begun, mine, True
     try:
         return fn(**given)
+    except BaseException as error:
+        given_up(mine, error)
+        raise
     finally:
-        told.waits = False
+        told.begun, told.waits = before, False
 
 
 def carried(
@@ -249,7 +253,9 @@ def made(
     seen = kind_of(x) if isinstance(x, Tensor) else (None, ())
     call, link = Call(op.name, given, op.compared[: len(given)], None, axis, *seen), axis.link
     before = told.call, told.begun
-    mine: Begun = None if link.watched and is_agreed(link) else []  # as `all_or_none` does it
+    mine: Begun = told.begun if how and isinstance(how, Limit) else []  # that of `aside`, or as `all_or_none` does it
+    if link.watched and is_agreed(link):
+        mine = None
     told.begun = mine
     try:
         if how or (link.watched and not link.briefly) or profiler_on():

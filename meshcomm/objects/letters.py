@@ -110,7 +110,8 @@ def recv_object(axis: AxisName, src: int, tag: int = 0, *, mesh: Mesh | None = N
         tag: as for :func:`recv`, whose messages between the same ranks it is one of.
         mesh: the current mesh by default.
 
-    Returns: a new object.
+    Returns: a new object. Who is interrupted in it (Ctrl-C) has taken nothing, as in :func:`recv`; of one of more than
+        64 MiB what has come is lost.
 
     Backward: none.
 

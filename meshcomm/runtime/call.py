@@ -263,9 +263,10 @@ def is_agreed(link: Any) -> bool:
 
 
 def given_up(begun: Begun, error: BaseException) -> None:
-    """What an interrupted call has begun. The first comes to stand first."""
+    """What an interrupted call has begun, once. The first comes to stand first."""
     if begun and not isinstance(error, OurError):
-        for give_up, args in reversed(begun):
+        while begun:
+            give_up, args = begun.pop()
             give_up(*args)
 
 

@@ -215,44 +215,51 @@ class Messages(Pending):
 
     def settle(self) -> None:
         """Wait, on this thread if none does already: gloo tells one thread only."""
-        if self._claim():
-            self._wait()
-        else:
-            assert self._over is not None
-            self._over.wait()
+        mine = threading.Event()
+        try:
+            if (over := self._claimed(mine)) is mine:
+                self._wait()
+            else:
+                over.wait()
+        except BaseException:  # Ctrl-C
+            if self._over is mine and not mine.is_set():
+                self._go_on()  # somebody may ask for it again
+            raise
 
-    def _claim(self) -> bool:
+    def _claimed(self, mine: threading.Event) -> threading.Event:
+        """What says that it is over: that of who asked first, who waits."""
         with _claiming:
             if self._over is None:
-                self._over = threading.Event()
-                return True
-        return False
+                self._over = mine
+            return self._over
 
     def _wait(self) -> None:
         assert self._over is not None
+        works, at = self._works, -1
         try:
-            for work in self._works:
+            for at, work in enumerate(works):  # noqa: B007
                 work.wait()
         except RuntimeError as error:
             self._error = error
-        except BaseException:  # Ctrl-C
-            self._error = RuntimeError("the wait was interrupted")
+        except BaseException:  # Ctrl-C, which comes when a wait is over
+            del works[: at + 1]
             raise
-        finally:
-            self._works.clear()
-            exits.loose.discard(self)
-            self._over.set()
+        works.clear()
+        exits.loose.discard(self)
+        self._over.set()
 
     def _watch(self) -> threading.Event:
-        if self._claim():
+        mine = threading.Event()
+        if (over := self._claimed(mine)) is mine:
+            self._go_on()
+        return over
 
-            def watch() -> None:
-                with exits.blocked():
-                    self._wait()
+    def _go_on(self) -> None:
+        def watch() -> None:
+            with exits.blocked():
+                self._wait()
 
-            threading.Thread(target=watch, name="meshcomm messages", daemon=True).start()
-        assert self._over is not None
-        return self._over
+        threading.Thread(target=watch, name="meshcomm messages", daemon=True).start()
 
     def wait(self, timeout: float | None) -> Any:
         """On this thread, unless there is one that waits already."""

@@ -252,7 +252,7 @@ class Letters:
             fits = self._fits(parcel, letter, src)
             with parcel.as_asked():
                 packed = _room_for(parcel, fits, letter[_NBYTES])
-                if written > 0 and fits and not (follows or parcel.dropped):
+                if written > 0 and fits and not follows:  # dropped or not: an interrupted call may give it back yet
                     if segment is not None:
                         packed.copy_(segment.part(packed.nbytes, packed.dtype))
                     else:
@@ -330,7 +330,9 @@ class Letters:
         self.forget([parcel])
 
     def forget(self, parcels: Sequence[Parcel]) -> None:
-        """Nobody gets these: what has not come is for who asks next, and what has come, too. An error is nobody's."""
+        """Nobody gets these: what has not come is for who asks next, and what has come, too; so is an error that nobody
+        was told of, for those after it are not to take its place.
+        """
         with self.receiving:
             for parcel in reversed(parcels):  # the first of them comes to stand first
                 key = parcel.key
@@ -340,7 +342,7 @@ class Letters:
                     del came[0]
                 if parcel in asked:
                     asked.remove(parcel)
-                elif parcel.is_here and parcel.error is None and not parcel.is_settled:
+                elif parcel.is_here and not parcel.is_settled:
                     parcel.is_settled = True  # no call from here to that of the next line
                     came.appendleft(parcel)
                 if not asked:
@@ -507,6 +509,9 @@ def letters_of(mail: Mail) -> Letters:
 def _take_over(parcel: Parcel, other: Parcel) -> None:
     """What was read for the other one, which nobody got."""
     src, shape, dtype, *_ = parcel.want
+    if other.error is not None:
+        parcel.error = other.error
+        return
     assert other.out is not None
     if parcel.name != other.name or parcel.want[:4] != other.want[:4]:
         found = Envelope.of(other.name, other.want[3], other.out, 0)

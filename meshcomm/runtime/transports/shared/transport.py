@@ -338,8 +338,8 @@ class OneHostLink(ProcessLink):
         if len(posts) < 2 and len(wants) < 2 and (posts or wants) and not (told.later or self.log.inside):
             got: list[Tensor] | None = self.exchange_now(self, posts[0] if posts else None, wants[0] if wants else None)
             if got is not None:
-                if got and told.begun is not None:
-                    told.begun.append((self._give_back, (wants[0], got[0])))
+                if got and (begun := told.begun) is not None:
+                    begun.append((self._give_back, (wants[0], got[0])))
                 return got
         return super().exchange(posts, wants)
 
