@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch_names
+from cases import OLD
 from conftest import PoolWith
 
 import meshcomm as mc
@@ -143,6 +144,9 @@ def made_unequally() -> str:
     return "made"
 
 
+@pytest.mark.skipif(
+    OLD, reason="torch 2.11 lacks none of these names, and by its public way some ranks alone are refused"
+)
 def test_groups_that_the_public_way_cannot_make_are_refused(bare4: Any) -> None:
     for told in bare4.run(made_unequally):
         assert told.startswith("meshcomm.make_mesh: torch "), told
