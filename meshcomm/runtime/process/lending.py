@@ -22,7 +22,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -65,9 +65,9 @@ what is traced).
 _LOWEST = 2**22
 """Nothing of a program's lies below this."""
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
-# Python's lock is kept, for some µs: who gave it away between parts would wait for other threads after each.
-copy = ctypes.PyDLL(None).memmove
-copy.argtypes, copy.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_void_p
+_holding = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+copy: Any = _holding(ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0)
+"""``memmove`` that keeps Python's lock, for some µs: who gave it away would wait for other threads after each part."""
 
 
 class Reader(Protocol):
