@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(argv)
-    ratios, least = measured(*((256, 128, 3) if given.quick else (512, 256, 5)))
+    ratios, least = measured(*((256, 128, 3) if given.quick else (768, 256, 5)))
     found = {"least": min(ratios), "median": statistics.median(ratios), "budget": BUDGET}
     print(f"one run {1e3 * least:.1f} ms; verify / run: {', '.join(f'{name} {n:.1f}' for name, n in found.items())}")
     if given.json is not None:
