@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -39,7 +40,11 @@ def scale_of(values: Iterable[Tensor]) -> float:
 
 
 def _largest(x: Tensor) -> float:
-    return float(wide(x).abs().nan_to_num(0, 0, 0).max()) if x.numel() else 0.0
+    if not x.numel():
+        return 0.0
+    sizes = wide(x).abs()
+    largest = float(sizes.max())
+    return largest if math.isfinite(largest) else float(sizes.nan_to_num(0, 0, 0).max())
 
 
 def wide(x: Tensor) -> Tensor:
@@ -63,15 +68,15 @@ def difference(
         off = float((wide(got) - wide(right)).abs().max())
         return Difference(label, rank, off, f"{wrong} of {right.numel()} numbers are others", _factor(got, right))
     a, b = wide(got), wide(right)
-    gap = (a - b).abs()
+    gap, eps = (a - b).abs(), torch.finfo(right.dtype).eps
+    least = relative(right.dtype) * of + max(16 * eps, _FLOOR) * scale
+    if float(gap.max()) <= least:  # not where one is infinite or no number
+        return None
     gap = torch.where((a == b) | (a.isnan() & b.isnan()), torch.zeros_like(gap), gap).nan_to_num(float("inf"))
-    eps = torch.finfo(right.dtype).eps
-    allowed = relative(right.dtype) * max(_largest(right), of) + max(16 * eps, _FLOOR) * scale
-    off = float(gap.max())
-    if off <= allowed:
+    size, off = max(_largest(right), of), float(gap.max())
+    if off <= relative(right.dtype) * size + max(16 * eps, _FLOOR) * scale:
         return None
     factor = _factor(got, right)
-    size = max(_largest(right), of)
     said = f"{times(factor)} the right one" if factor is not None else _in_words(a, b, gap, size)
     return Difference(label, rank, off, said, factor)
 
