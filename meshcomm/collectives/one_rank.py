@@ -5,7 +5,6 @@ n = size of the axis.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Literal, overload
 
@@ -24,6 +23,7 @@ from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.start.request import duration
 from meshcomm.runtime.transports.dry.world import said_by
+from meshcomm.runtime.transports.protocol import Link
 from meshcomm.watch import here
 from meshcomm.work import Limit, Work, kind_of
 
@@ -181,12 +181,15 @@ def gather(
     place = check.checked_dim("gather", x, dim, ax)
     check.no_gradient("gather", x, ax, "use all_gather")
 
-    def join(rows: Tensor | None) -> Tensor | None:
-        if rows is None or place == 0:
-            return None if rows is None else rows.flatten(0, 1).contiguous()
-        return rows.movedim(0, place).flatten(place, place + 1).contiguous()
+    def go(link: Link) -> Tensor | None:
+        if place == 0:
+            return link.join(kept(x, async_op), dst)
+        return then(link.gather(kept(x, async_op), dst), join)
 
-    return made(GATHER, (dst, place), ax, x, async_op, lambda link: then(link.gather(kept(x, async_op), dst), join))
+    def join(rows: Tensor | None) -> Tensor | None:
+        return None if rows is None else rows.movedim(0, place).flatten(place, place + 1).contiguous()
+
+    return made(GATHER, (dst, place), ax, x, async_op, go)
 
 
 @overload
@@ -262,9 +265,12 @@ def scatter(
             "scatter", "async_op=True without like=: what comes is not known before it is waited for.", ax,
             fix="pass like= on all ranks, a tensor with the shape, dtype and device of the result",
         )  # fmt: skip
-    with held() if like is None else nullcontext():
+    if like is not None:
         problem = _scatter_problem(x, ax, src, dim, like)
-    if like is None:  # a rank that has found an error says so in the header: the others would wait for it
+    else:
+        with held():
+            problem = _scatter_problem(x, ax, src, dim, like)
+        # A rank that has found an error says so in the header: the others would wait for it.
         like = _scatter_header(None if problem else x, ax, src, dim, async_op)
         if problem is not None and ax.index != src:
             ax.link.refuse("scatter", str(problem).split("\n", 1)[0], ax)
@@ -272,8 +278,12 @@ def scatter(
         raise problem
     rows = None
     if x is not None:
-        place = dim % x.ndim
-        rows = kept(x.unflatten(place, (ax.size, x.shape[place] // ax.size)).movedim(place, 0).contiguous(), async_op)
+        place, (first, *others) = dim % x.ndim, x.shape
+        if place == 0 and x.is_contiguous():
+            rows = x.view(ax.size, first // ax.size, *others)
+        else:
+            rows = x.unflatten(place, (ax.size, x.shape[place] // ax.size)).movedim(place, 0).contiguous()
+        rows = kept(rows, async_op)
     return made(SCATTER, (src,), ax, kind_of(like), async_op, lambda link: link.scatter(rows, like, src))
 
 
