@@ -28,7 +28,7 @@ from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then, then_all
 from meshcomm.runtime.transports.protocol import Link
 from meshcomm.watch import by_name, here
-from meshcomm.work import Kind, Limit, begun, kind_of
+from meshcomm.work import Kind, Limit, begun
 
 
 class Now(TypedDict, total=False):
@@ -250,7 +250,7 @@ def made(
     """What ``go`` makes of the link of the axis where nothing is differentiable, or the Work of it. ``given``: those of
     the arguments that are compared; ``x``: a tensor that all give alike, or what is known of one that not all have.
     """
-    seen = kind_of(x) if isinstance(x, Tensor) else (None, ())
+    seen = (x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else (None, ())
     link, names = axis.link, op.compared[: len(given)]
     before = told.call, told.begun, told.later
     mine: Begun = told.begun if how and isinstance(how, Limit) else []  # that of `aside`, or as `all_or_none` does it

@@ -23,7 +23,6 @@ from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.start.request import duration
 from meshcomm.runtime.transports.dry.world import said_by
-from meshcomm.runtime.transports.protocol import Link
 from meshcomm.watch import here
 from meshcomm.work import Limit, Work, kind_of
 
@@ -107,12 +106,13 @@ def reduce(
     """
     if here.watcher is not None or timeout is not None:
         return aside(reduce, x, axis, dst, op, mesh, async_op, timeout)
-    ax = check.axis_of("reduce", axis, mesh)
+    ax = mesh.axis(axis, "reduce") if type(mesh) is Mesh else check.axis_of("reduce", axis, mesh)
     check.tensor("reduce", x, ax)
     check.reducible("reduce", x, op, ax)
     dst = check.checked_index("reduce", dst, ax, "dst")
     check.no_gradient("reduce", x, ax, "use all_reduce")
-    return made(REDUCE, (op, dst), ax, x, async_op, lambda link: link.reduce(kept(x, async_op), op, dst))
+    x = kept(x, async_op) if async_op else x
+    return made(REDUCE, (op, dst), ax, x, async_op, lambda link: link.reduce(x, op, dst))
 
 
 @overload
@@ -174,22 +174,21 @@ def gather(
     """
     if here.watcher is not None or timeout is not None:
         return aside(gather, x, axis, dst, dim, mesh, async_op, timeout)
-    ax = check.axis_of("gather", axis, mesh)
+    ax = mesh.axis(axis, "gather") if type(mesh) is Mesh else check.axis_of("gather", axis, mesh)
     check.tensor("gather", x, ax)
     dst = check.checked_index("gather", dst, ax, "dst")
     x = x.reshape(1) if x.ndim == 0 else x
     place = check.checked_dim("gather", x, dim, ax)
     check.no_gradient("gather", x, ax, "use all_gather")
 
-    def go(link: Link) -> Tensor | None:
-        if place == 0:
-            return link.join(kept(x, async_op), dst)
-        return then(link.gather(kept(x, async_op), dst), join)
+    x = kept(x, async_op) if async_op else x
+    if place == 0:
+        return made(GATHER, (dst, 0), ax, x, async_op, lambda link: link.join(x, dst))
 
     def join(rows: Tensor | None) -> Tensor | None:
         return None if rows is None else rows.movedim(0, place).flatten(place, place + 1).contiguous()
 
-    return made(GATHER, (dst, place), ax, x, async_op, go)
+    return made(GATHER, (dst, place), ax, x, async_op, lambda link: then(link.gather(x, dst), join))
 
 
 @overload
@@ -258,7 +257,7 @@ def scatter(
     """
     if here.watcher is not None or timeout is not None:
         return aside(scatter, x, axis, src, dim, like, mesh, async_op, timeout)
-    ax = check.axis_of("scatter", axis, mesh)
+    ax = mesh.axis(axis, "scatter") if type(mesh) is Mesh else check.axis_of("scatter", axis, mesh)
     src = check.checked_index("scatter", src, ax, "src")
     if async_op and like is None and not isinstance(async_op, Limit):
         check.explain(
@@ -283,7 +282,7 @@ def scatter(
             rows = x.view(ax.size, first // ax.size, *others)
         else:
             rows = x.unflatten(place, (ax.size, x.shape[place] // ax.size)).movedim(place, 0).contiguous()
-        rows = kept(rows, async_op)
+        rows = kept(rows, async_op) if async_op else rows
     return made(SCATTER, (src,), ax, kind_of(like), async_op, lambda link: link.scatter(rows, like, src))
 
 

@@ -89,14 +89,18 @@ class Reserve:
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """A new dense tensor of this shape, of the dtype of ``like``, which is on the CPU."""
         nbytes = math.prod(shape) * like.itemsize
-        if LEAST <= nbytes <= self._room and self._gives() and self._lock.acquire(blocking=False):  # as `find`
-            try:
-                kept = self._take(nbytes, 1)
-                if kept is not None:
-                    return kept[0].tensor(shape, like)
-            finally:
-                self._lock.release()
-        return like.new_empty(shape)
+        found = self.again(nbytes, shape, like) if nbytes >= LEAST and self._gives() else None
+        return like.new_empty(shape) if found is None else found
+
+    def again(self, nbytes: int, shape: Sequence[int], like: Tensor) -> Tensor | None:
+        """The same of so many bytes, ``LEAST`` or more, where it may give of what it keeps, as in `find`."""
+        if nbytes > self._room or not self._lock.acquire(blocking=False):
+            return None
+        try:
+            kept = self._take(nbytes, 1)
+            return None if kept is None else kept[0].tensor(shape, like)
+        finally:
+            self._lock.release()
 
     def find(self, shape: Sequence[int], like: Tensor, count: int = 1) -> list[Tensor] | None:
         """So many of them, the results of one call; None if they had better be torch's: nobody has asked for such

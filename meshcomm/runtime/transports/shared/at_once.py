@@ -144,9 +144,9 @@ class _Known:
     """A call that was made before: all of it but its number and the tensor."""
 
     __slots__ = (
-        "called", "count", "dtype", "entries", "form", "index", "meaning", "nbytes", "noted", "others", "own_at",
-        "part", "partly", "parts", "places", "readers", "reads", "root", "rooted", "rows", "shape", "sources", "spans",
-        "table", "take", "total", "turn", "who", "whole",
+        "called", "count", "dtype", "entries", "form", "index", "made", "meaning", "nbytes", "noted", "others",
+        "own_at", "part", "partly", "parts", "places", "readers", "reads", "root", "rooted", "rows", "shape", "sources",
+        "spans", "table", "take", "total", "turn", "who", "whole",
     )  # fmt: skip
 
     def __init__(self, link: Any, way: Way, op: str, x: Tensor, at: Any, said: tuple[Any, ...]) -> None:
@@ -181,7 +181,8 @@ class _Known:
             span for span in spans if range(n)[span]
         ]  # the others' rows, where it pays to leave out one's own
         whole = torch.Size((n * part[0], *part[1:])) if self.take is torch.cat else part
-        self.whole = whole if self.reads and whole.numel() * x.itemsize >= LEAST else None
+        self.made = whole.numel() * x.itemsize
+        self.whole = whole if self.reads and self.made >= LEAST else None
         self.places, self.who = (*self.readers, index), [mail.readers[i] for i in self.readers]
         self.others = [(box, box.cells, box.listens) for box in map(mail.boxes.__getitem__, mail.others)]
         boxes = [(k, i, mail.boxes[i]) for k, i in enumerate(self.reads) if i != index]
@@ -254,8 +255,10 @@ class _Known:
         self, mail: Mail, number: int, x: Tensor, own: Any, lent: Segment | None, record: Record, address: int
     ) -> Tensor | None:
         """The result, and the call is over; None if it has to go on as a ``Call``."""
-        out = None if self.whole is None else reserve.empty(self.whole, x)
-        flags: list[Any] = []
+        out, flags = None, list[Any]()
+        if self.whole is not None:  # who has an address knows that nothing is in the way
+            out = reserve.again(self.made, self.whole, x) if address else None
+            out = reserve.empty(self.whole, x) if out is None else out
         result: Any = out
         if address and self.parts.follows:
             if not follow(self, mail, number, own, address, result, flags):

@@ -91,17 +91,17 @@ class Parts:
 
     def cut(self, x: Tensor) -> Sequence[Tensor]:
         """In the parts that are reduced."""
-        return x.view(-1).split_with_sizes(self._cuts)
+        return (x if x.dim() == 1 else x.view(-1)).split_with_sizes(self._cuts)
 
-    def copy_own(self, address: int, out: Tensor) -> None:
-        """To its place in the result, if it has one."""
+    def copy_own(self, address: int, to: int) -> None:
+        """To its place in the result, if it has one. ``to``: where that begins."""
         if self._own is not None:
-            move(out.data_ptr() + self._own * self._size, address + self._start, self._size)
+            move(to + self._own * self._size, address + self._start, self._size)
 
-    def copy(self, other: _Other, k: int, cells: Any, at: int, number: int, out: Tensor) -> bool:
+    def copy(self, other: _Other, k: int, cells: Any, at: int, number: int, to: int) -> bool:
         """What is written there to place ``k`` of the result; whether it came in time."""
         state, source, start, size, done = other.cells, other.address, self._start, self._size, 0
-        to = out.data_ptr() + k * size
+        to += k * size
         while done < size:
             there = size if cells[at] == number else state[STATE] - start
             if there > done:
@@ -139,9 +139,10 @@ def follow(known: Any, mail: Mail, number: int, own: Any, address: int, out: Ten
     """Whether ``out`` is made of this rank's own and of what the other one writes, if there is one, while it does: it
     may not come in time, or not be such a call. ``flags``: what was borrowed.
     """
-    parts, cut = known.parts, None
+    parts, cut, to = known.parts, None, 0
     if not parts.reduces:
-        parts.copy_own(address, out)
+        to = out.data_ptr()
+        parts.copy_own(address, to)
     for k, i, cells, first, places in known.sources:
         at = first + number % ENTRIES * ENTRY
         if parts.reduces and cells[at] != number:  # views take their time, and the other one is not ready
@@ -156,7 +157,7 @@ def follow(known: Any, mail: Mail, number: int, own: Any, address: int, out: Ten
         theirs, flag, _, other = found
         flags.append(flag)
         if not parts.reduces:
-            is_done = parts.copy(other, k, cells, at, number, out)
+            is_done = parts.copy(other, k, cells, at, number, to)
         elif is_done := cut is None or cells[at] == number:
             known.take((own, theirs) if k else (theirs, own), out=out)
         else:
