@@ -351,7 +351,7 @@ def _lasting(views: Callable[[Segment], tuple[Any, Tensor]], segment: Segment) -
 
 
 def _reduction(op: str, dtype: torch.dtype, n: int) -> Callable[..., Tensor]:
-    if n == 2 and op == "sum" and dtype in dtypes.SUMMED_AS_THEY_ARE:
+    if dtypes.is_one_sum(op, dtype, n):
         return _added
     return partial(dtypes.fold, op)
 
