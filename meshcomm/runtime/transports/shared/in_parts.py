@@ -70,10 +70,11 @@ class Parts:
 
     def write(self, lent: Segment, address: int) -> None:
         """All that others read."""
-        to, cells = lent.bytes.data_ptr(), lent.cells
+        to, cells, tells = lent.bytes.data_ptr(), lent.cells, self.tells
         for at, nbytes in self._writes:
             copy(to + at, address + at, nbytes)
-            cells[STATE] = at + nbytes
+            if tells:
+                cells[STATE] = at + nbytes
 
     def finish(self, lent: Segment, address: int) -> None:
         """The same of who was interrupted in it, be it more than once: others have heard of it."""
