@@ -190,7 +190,7 @@ def _not_now(link: Any, post: Post | None, want: Want | None) -> None:
 
 def joined(rows: Tensor | None) -> Tensor | None:
     """One behind the other, where they are."""
-    return None if rows is None else rows.flatten(0, 1)
+    return None if rows is None else rows.flatten(0, 1).contiguous()
 
 
 class Defaults:
