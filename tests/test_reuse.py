@@ -194,7 +194,7 @@ def test_who_is_interrupted_anywhere_goes_on(monkeypatch: pytest.MonkeyPatch) ->
         def trace(frame: Any, event: str, _: Any) -> Any:
             nonlocal left
             if frame.f_code is not Reserve._take.__code__:
-                return trace if frame.f_code is Reserve._find.__code__ else None
+                return trace if frame.f_code in (Reserve.empty.__code__, Reserve.again.__code__) else None
             left -= event == "line"
             if left < 0:
                 raise KeyboardInterrupt

@@ -61,6 +61,19 @@ def test_a_fold_is_the_tree(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
             assert all(bits(x) == bits(drawn(2 * length, index, dtype)) for index, x in enumerate(xs)), "inputs stay"
 
 
+@pytest.mark.parametrize("dtype", dtypes.HALF, ids=str)
+def test_a_sum_of_two_halves_is_rounded_once(dtype: torch.dtype) -> None:
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    generator = torch.Generator().manual_seed(0)
+    for length in (2**16, 2**16 - 5, 2**15 + 3):
+        x, y = every[-length:], every[torch.randperm(2**16, generator=generator)][:length]
+        once = (x.float() + y.float()).to(dtype)
+        there = ~once.isnan()
+        for total in (dtypes.fold("sum", [x, y]), dtypes.fold("sum", [x, y], out=torch.empty(length, dtype=dtype))):
+            assert torch.equal(total[there].view(torch.int16), once[there].view(torch.int16))
+            assert torch.equal(total.isnan(), once.isnan())
+
+
 def test_the_tree_is_aligned() -> None:
     xs = [drawn(100, index) for index in range(8)]
     a, b, c, d, e, f, g, h = xs

@@ -28,7 +28,7 @@ from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then, then_all
 from meshcomm.runtime.transports.protocol import Link
 from meshcomm.watch import by_name, here
-from meshcomm.work import Kind, Limit, begun, kind_of
+from meshcomm.work import Kind, Limit, begun
 
 
 class Now(TypedDict, total=False):
@@ -250,25 +250,29 @@ def made(
     """What ``go`` makes of the link of the axis where nothing is differentiable, or the Work of it. ``given``: those of
     the arguments that are compared; ``x``: a tensor that all give alike, or what is known of one that not all have.
     """
-    seen = kind_of(x) if isinstance(x, Tensor) else (None, ())
-    call, link = Call(op.name, given, op.compared[: len(given)], None, axis, *seen), axis.link
-    before = told.call, told.begun
+    seen = (x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else (None, ())
+    link, names = axis.link, op.compared[: len(given)]
+    before = told.call, told.begun, told.later
     mine: Begun = told.begun if how and isinstance(how, Limit) else []  # that of `aside`, or as `all_or_none` does it
     if link.watched and is_agreed(link):
         mine = None
     told.begun = mine
     try:
         if how or (link.watched and not link.briefly) or profiler_on():
-            with calling(axis, call):
+            with calling(axis, Call(op.name, given, names, None, axis, *seen)):
                 y = for_later(bool(how), go, link)
                 return _handed(op.name, axis, x, y, how) if how else y
-        told.call = call  # the same in fewer steps
-        return for_later(False, go, link)
+        if link.hears and not link.watched:  # the same in fewer steps
+            told.call = (Call, op.name, given, names, None, None, *seen, ()), (), None
+        else:
+            told.call = Call(op.name, given, names, None, axis, *seen)
+        told.later = False
+        return go(link)
     except BaseException as error:
         given_up(mine, error)
         raise
     finally:
-        told.call, told.begun = before
+        told.call, told.begun, told.later = before
 
 
 def kept(x: Tensor, later: bool | Limit) -> Tensor:

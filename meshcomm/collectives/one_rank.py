@@ -5,7 +5,6 @@ n = size of the axis.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Literal, overload
 
@@ -107,12 +106,13 @@ def reduce(
     """
     if here.watcher is not None or timeout is not None:
         return aside(reduce, x, axis, dst, op, mesh, async_op, timeout)
-    ax = check.axis_of("reduce", axis, mesh)
+    ax = mesh.axis(axis, "reduce") if type(mesh) is Mesh else check.axis_of("reduce", axis, mesh)
     check.tensor("reduce", x, ax)
     check.reducible("reduce", x, op, ax)
     dst = check.checked_index("reduce", dst, ax, "dst")
     check.no_gradient("reduce", x, ax, "use all_reduce")
-    return made(REDUCE, (op, dst), ax, x, async_op, lambda link: link.reduce(kept(x, async_op), op, dst))
+    x = kept(x, async_op) if async_op else x
+    return made(REDUCE, (op, dst), ax, x, async_op, lambda link: link.reduce(x, op, dst))
 
 
 @overload
@@ -174,19 +174,21 @@ def gather(
     """
     if here.watcher is not None or timeout is not None:
         return aside(gather, x, axis, dst, dim, mesh, async_op, timeout)
-    ax = check.axis_of("gather", axis, mesh)
+    ax = mesh.axis(axis, "gather") if type(mesh) is Mesh else check.axis_of("gather", axis, mesh)
     check.tensor("gather", x, ax)
     dst = check.checked_index("gather", dst, ax, "dst")
     x = x.reshape(1) if x.ndim == 0 else x
     place = check.checked_dim("gather", x, dim, ax)
     check.no_gradient("gather", x, ax, "use all_gather")
 
-    def join(rows: Tensor | None) -> Tensor | None:
-        if rows is None or place == 0:
-            return None if rows is None else rows.flatten(0, 1).contiguous()
-        return rows.movedim(0, place).flatten(place, place + 1).contiguous()
+    x = kept(x, async_op) if async_op else x
+    if place == 0:
+        return made(GATHER, (dst, 0), ax, x, async_op, lambda link: link.join(x, dst))
 
-    return made(GATHER, (dst, place), ax, x, async_op, lambda link: then(link.gather(kept(x, async_op), dst), join))
+    def join(rows: Tensor | None) -> Tensor | None:
+        return None if rows is None else rows.movedim(0, place).flatten(place, place + 1).contiguous()
+
+    return made(GATHER, (dst, place), ax, x, async_op, lambda link: then(link.gather(x, dst), join))
 
 
 @overload
@@ -255,16 +257,19 @@ def scatter(
     """
     if here.watcher is not None or timeout is not None:
         return aside(scatter, x, axis, src, dim, like, mesh, async_op, timeout)
-    ax = check.axis_of("scatter", axis, mesh)
+    ax = mesh.axis(axis, "scatter") if type(mesh) is Mesh else check.axis_of("scatter", axis, mesh)
     src = check.checked_index("scatter", src, ax, "src")
     if async_op and like is None and not isinstance(async_op, Limit):
         check.explain(
             "scatter", "async_op=True without like=: what comes is not known before it is waited for.", ax,
             fix="pass like= on all ranks, a tensor with the shape, dtype and device of the result",
         )  # fmt: skip
-    with held() if like is None else nullcontext():
+    if like is not None:
         problem = _scatter_problem(x, ax, src, dim, like)
-    if like is None:  # a rank that has found an error says so in the header: the others would wait for it
+    else:
+        with held():
+            problem = _scatter_problem(x, ax, src, dim, like)
+        # A rank that has found an error says so in the header: the others would wait for it.
         like = _scatter_header(None if problem else x, ax, src, dim, async_op)
         if problem is not None and ax.index != src:
             ax.link.refuse("scatter", str(problem).split("\n", 1)[0], ax)
@@ -272,8 +277,12 @@ def scatter(
         raise problem
     rows = None
     if x is not None:
-        place = dim % x.ndim
-        rows = kept(x.unflatten(place, (ax.size, x.shape[place] // ax.size)).movedim(place, 0).contiguous(), async_op)
+        place, (first, *others) = dim % x.ndim, x.shape
+        if place == 0 and x.is_contiguous():
+            rows = x.view(ax.size, first // ax.size, *others)
+        else:
+            rows = x.unflatten(place, (ax.size, x.shape[place] // ax.size)).movedim(place, 0).contiguous()
+        rows = kept(rows, async_op) if async_op else rows
     return made(SCATTER, (src,), ax, kind_of(like), async_op, lambda link: link.scatter(rows, like, src))
 
 

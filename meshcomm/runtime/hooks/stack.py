@@ -236,6 +236,7 @@ def _with_hooks(kind: Any) -> type:
     more["swap_flat"] = _hooked("all_to_all", kind.swap_flat, _in_runs)
     more["all_reduce_own"] = _hooked("all_reduce", kind.all_reduce_own)
     more["gather_flat"] = _hooked("all_gather", kind.gather_flat)
+    more["join"] = _hooked("gather", kind.join)
     own = {name: _hooked(name, getattr(kind, name)) for name in PRIMITIVES if name != "agree"}  # it is made of others
     more |= {"watched": True, "hears": True, "briefly": False, "without_hooks": kind, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), {**own, **more})

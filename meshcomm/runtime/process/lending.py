@@ -163,18 +163,23 @@ def put(into: Tensor, x: Tensor) -> None:
     if not LARGE <= nbytes <= _ONE_THREAD and (nbytes < LARGE or torch.get_num_threads() > 1):
         into.copy_(x)
         return
-    address = _address(x) if x.dtype is into.dtype and x.nbytes == nbytes and into.is_contiguous() else 0
-    if not address:
+    address = address_of(x) if x.dtype is into.dtype and x.nbytes == nbytes and into.is_contiguous() else 0
+    if address:
+        move(into.data_ptr(), address, nbytes)
+    else:
         into.copy_(x)
-        return
-    to, end = into.data_ptr(), address + nbytes
+
+
+def move(to: int, address: int, nbytes: int) -> None:
+    """Copy so many bytes from there."""
+    end = address + nbytes
     while address < end:
         part = min(PART, end - address)
         copy(to, address, part)
         to, address = to + part, address + part
 
 
-def _address(x: Tensor) -> int:
+def address_of(x: Tensor) -> int:
     """Where all of it lies as it is; 0 if it does not."""
     if type(x) not in _PLAIN or not _torch.plain_now() or not x.is_contiguous() or x.is_neg() or x.is_conj():
         return 0

@@ -89,16 +89,24 @@ class Reserve:
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """A new dense tensor of this shape, of the dtype of ``like``, which is on the CPU."""
         nbytes = math.prod(shape) * like.itemsize
-        found = self._find(nbytes, shape, like, 1) if nbytes >= LEAST else None
-        return like.new_empty(shape) if found is None else found[0]
+        found = self.again(nbytes, shape, like) if nbytes >= LEAST and self._gives() else None
+        return like.new_empty(shape) if found is None else found
+
+    def again(self, nbytes: int, shape: Sequence[int], like: Tensor) -> Tensor | None:
+        """The same of so many bytes, ``LEAST`` or more, where it may give of what it keeps, as in `find`."""
+        if nbytes > self._room or not self._lock.acquire(blocking=False):
+            return None
+        try:
+            kept = self._take(nbytes, 1)
+            return None if kept is None else kept[0].tensor(shape, like)
+        finally:
+            self._lock.release()
 
     def find(self, shape: Sequence[int], like: Tensor, count: int = 1) -> list[Tensor] | None:
         """So many of them, the results of one call; None if they had better be torch's: nobody has asked for such
         before, or they are too small or too large to be kept.
         """
-        return self._find(math.prod(shape) * like.itemsize, shape, like, count)
-
-    def _find(self, nbytes: int, shape: Sequence[int], like: Tensor, count: int) -> list[Tensor] | None:
+        nbytes = math.prod(shape) * like.itemsize
         # Who holds the lock may be this thread, in the middle of what frees something else.
         if not LEAST <= nbytes <= self._room or not self._gives() or not self._lock.acquire(blocking=False):
             return None

@@ -191,6 +191,13 @@ def _looked_up(table: Tensor, x: Tensor) -> Tensor:
 
 SUMMED_AS_THEY_ARE = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
 """Their sums are calls of torch's and nothing else, and most calls are that."""
+
+
+def is_one_sum(op: str, dtype: torch.dtype, count: int) -> bool:
+    """Whether torch's sum of two is all there is to do: that of two halves is one in float32, rounded once."""
+    return count == 2 and op == "sum" and (dtype in SUMMED_AS_THEY_ARE or dtype in HALF)
+
+
 _BLOCK = 2**18
 """Elements that are reduced at a time: partial results stay where the processor finds them at once."""
 _FEW = 2**12
@@ -218,6 +225,8 @@ def fold(op: str, xs: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
             return torch.add(xs[0], xs[1], out=out)
         if (numel := xs[0].numel()) <= _BLOCK:
             return (_levels(xs) if out is None and numel <= _FEW else _tree(torch.add, xs, out)).contiguous()
+    if is_one_sum(op, dtype, len(xs)) and (out is None or out.dtype is dtype):
+        return torch.add(xs[0], xs[1]).contiguous() if out is None else torch.add(xs[0], xs[1], out=out)
     if dtype in (torch.uint16, torch.uint32, torch.uint64):
         clothes = dress(op, dtype)
         assert clothes is not None
@@ -232,6 +241,8 @@ def fold(op: str, xs: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
 
 def spare_bytes(op: str, dtype: torch.dtype, numel: int, count: int) -> int:
     """What ``fold`` of ``count`` tensors of ``numel`` takes at once, beside them and the result."""
+    if is_one_sum(op, dtype, count):
+        return 0
     levels = (count - 1).bit_length()
     if count > 1 and wide(op, dtype) != dtype:
         return (count + levels) * 4 * min(numel, _BLOCK)

@@ -78,6 +78,9 @@ class Primitives(Protocol):
     def gather(self, x: Tensor, dst: int) -> Tensor | None:
         """As all_gather, on ``dst`` alone."""
 
+    def join(self, x: Tensor, dst: int) -> Tensor | None:
+        """As gather, along dim 0, which is there."""
+
     def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
         """Row i of the ``[n, *s]`` that ``src`` holds goes to rank i; ``like`` has its shape, dtype and device."""
 
@@ -185,6 +188,11 @@ def _not_now(link: Any, post: Post | None, want: Want | None) -> None:
     return None
 
 
+def joined(rows: Tensor | None) -> Tensor | None:
+    """One behind the other, where they are."""
+    return None if rows is None else rows.flatten(0, 1).contiguous()
+
+
 class Defaults:
     """What a transport says of itself unless it says something else, and what it does by its own primitives, so that
     whoever wants to know of those sees it.
@@ -256,6 +264,10 @@ class Defaults:
     def gather_flat(self: Any, x: Tensor, empty: Empty | None = None) -> Any:
         """As any tensor."""
         return then(self.all_gather(x), lambda rows: rows.flatten(0, 1))
+
+    def join(self: Any, x: Tensor, dst: int) -> Any:
+        """As any rows."""
+        return then(self.gather(x, dst), joined)
 
     def scatter_flat(self: Any, x: Tensor, op: str) -> Any:
         """As any tensor."""

@@ -33,6 +33,7 @@ from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.exact import EXACT
 from meshcomm.runtime.transports.shared.differences import compare_given
 from meshcomm.runtime.transports.shared.entry import NOBODY, SMALL
+from meshcomm.runtime.transports.shared.in_parts import follow, parts_of
 from meshcomm.runtime.transports.shared.lexicon import Meaning
 from meshcomm.runtime.transports.shared.mailbox import FAR, Mail
 from meshcomm.runtime.transports.shared.waiting import AWAKE
@@ -44,7 +45,6 @@ from meshcomm.runtime.transports.shared.words import (
     ROOT,
     SERIAL,
     brief,
-    entry_of,
     meaning_of,
 )
 
@@ -117,6 +117,7 @@ PERMUTE = Way("permute", take=_copied)
 BROADCAST = Way("broadcast", take=_copied, src=True)
 REDUCE = Way("reduce", dst=True)
 GATHER = Way("gather", part=lambda shape, _: torch.Size((1, *shape)), take=torch.cat, dst=True)
+JOIN = Way("gather", take=torch.cat, dst=True)
 SCATTER = Way("scatter", lambda shape, _: shape[1:], lambda shape, _: shape[1:], rows=True, take=_copied, src=True)
 SCATTERED = Way("scatter", rows=True, take=_copied, src=True)
 """The same where there is no tensor, but one like the result."""
@@ -143,9 +144,9 @@ class _Known:
     """A call that was made before: all of it but its number and the tensor."""
 
     __slots__ = (
-        "called", "count", "dtype", "entries", "form", "index", "meaning", "nbytes", "noted", "others", "own_at",
-        "part", "partly", "places", "readers", "reads", "root", "rooted", "rows", "shape", "sources", "spans", "table",
-        "take", "total", "turn", "who", "whole",
+        "called", "count", "dtype", "entries", "form", "index", "made", "meaning", "nbytes", "noted", "others",
+        "own_at", "part", "partly", "parts", "places", "readers", "reads", "root", "rooted", "rows", "shape", "sources",
+        "spans", "table", "take", "total", "turn", "who", "whole",
     )  # fmt: skip
 
     def __init__(self, link: Any, way: Way, op: str, x: Tensor, at: Any, said: tuple[Any, ...]) -> None:
@@ -180,7 +181,8 @@ class _Known:
             span for span in spans if range(n)[span]
         ]  # the others' rows, where it pays to leave out one's own
         whole = torch.Size((n * part[0], *part[1:])) if self.take is torch.cat else part
-        self.whole = whole if self.reads and whole.numel() * x.itemsize >= LEAST else None
+        self.made = whole.numel() * x.itemsize
+        self.whole = whole if self.reads and self.made >= LEAST else None
         self.places, self.who = (*self.readers, index), [mail.readers[i] for i in self.readers]
         self.others = [(box, box.cells, box.listens) for box in map(mail.boxes.__getitem__, mail.others)]
         boxes = [(k, i, mail.boxes[i]) for k, i in enumerate(self.reads) if i != index]
@@ -188,6 +190,8 @@ class _Known:
         self.own_at = None if index not in self.reads else self.reads.index(index)
         self.partly = len(boxes) < n - 1
         self.entries: dict[Segment | None, Any] = {}
+        tells = n == 2 and (way.dst or way.name == "scatter")
+        self.parts: Any = parts_of(self, x.itemsize, tells, way.take is None) if self.nbytes >= LARGE else None
 
     def entry(self, lent: Segment | None) -> tuple[Any, ...]:
         """What is said where this is lent; where the tensor is written to, and what this rank reads of it."""
@@ -219,10 +223,18 @@ class _Known:
             put(into, rows[span])
         return rows[self.index].view(self.part)
 
-    def borrowed(self, mail: Mail, i: int, number: int, places: dict[Any, Any]) -> tuple[Any, ...] | None:
-        """What this rank reads of what index i lends, its flags, and its table of runs; None if it cannot be read."""
-        entry = entry_of(mail.boxes[i], number)
-        if entry is None or not entry[SERIAL]:
+    def own_row(self, x: Tensor) -> Tensor:
+        """What this rank reads of its own dense tensor."""
+        if self.part == x.shape[1:]:
+            return x[self.index]
+        return x.view(self.rows, -1)[self.index].view(self.part)
+
+    def borrowed(self, mail: Mail, i: int, cells: Any, at: int, places: dict[Any, Any]) -> tuple[Any, ...] | None:
+        """What this rank reads of what index i lends, its flags, its table of runs, and the same for who reads it in
+        parts; None if it cannot be read.
+        """
+        entry = cells[at : at + ENTRY_CELLS].tolist()
+        if not entry[SERIAL]:
             return None
         try:
             segment = mail.borrow(entry, i)
@@ -233,38 +245,49 @@ class _Known:
         table = segment.cells[TABLE : TABLE + len(self.table)]
         if self.table and table != self.table:  # of other lengths: as much need not lie there
             return None
-        found = _lasting(self.views, segment)[1], segment.flags, table
+        x = _lasting(self.views, segment)[1]
+        found = x, segment.flags, table, None if self.parts is None else self.parts.of(segment, x)
         if entry[KEPT]:
             _keep(places, (entry[SERIAL], entry[OFFSET]), found)
         return found
 
-    def read(self, mail: Mail, number: int, x: Tensor, own: Any, lent: Segment | None, record: Record) -> Tensor | None:
+    def read(
+        self, mail: Mail, number: int, x: Tensor, own: Any, lent: Segment | None, record: Record, address: int
+    ) -> Tensor | None:
         """The result, and the call is over; None if it has to go on as a ``Call``."""
-        out = None if self.whole is None else reserve.empty(self.whole, x)
-        parts: list[Any] = [None] * len(self.reads)
-        if self.own_at is not None:
-            parts[self.own_at] = own
-        slot, digest, rooted, flags, end = number % ENTRIES * ENTRY, self.meaning[1], self.rooted, [], 0.0
-        for k, i, cells, first, places in self.sources:
-            at = first + slot
-            while cells[at] != number:
-                now = monotonic()
-                if not end:
-                    end = now + AWAKE
-                elif now > end:
+        out, flags = None, list[Any]()
+        if self.whole is not None:  # who has an address knows that nothing is in the way
+            out = reserve.again(self.made, self.whole, x) if address else None
+            out = reserve.empty(self.whole, x) if out is None else out
+        result: Any = out
+        if address and self.parts.follows:
+            if not follow(self, mail, number, own, address, result, flags):
+                return None
+        else:
+            parts: list[Any] = [None] * len(self.reads)
+            if self.own_at is not None:
+                parts[self.own_at] = own
+            slot, digest, rooted, end = number % ENTRIES * ENTRY, self.meaning[1], self.rooted, 0.0
+            for k, i, cells, first, places in self.sources:
+                at = first + slot
+                while cells[at] != number:
+                    now = monotonic()
+                    if not end:
+                        end = now + AWAKE
+                    elif now > end:
+                        return None
+                    os.sched_yield()
+                if cells[at + DIGEST] != digest or cells[at + ROOT] != rooted:
                     return None
-                os.sched_yield()
-            if cells[at + DIGEST] != digest or cells[at + ROOT] != rooted:
-                return None
-            place = cells[at + SERIAL], cells[at + OFFSET]
-            found = places.get(place) or self.borrowed(mail, i, number, places)
-            if found is None:
-                return None
-            parts[k], flag, table = found
-            if self.table and table != self.table:
-                return None
-            flags.append(flag)
-        result: Tensor = self.take(parts) if out is None else self.take(parts, out=out)
+                place = cells[at + SERIAL], cells[at + OFFSET]
+                found = places.get(place) or self.borrowed(mail, i, cells, at, places)
+                if found is None:
+                    return None
+                parts[k], flag, table, _ = found
+                if self.table and table != self.table:
+                    return None
+                flags.append(flag)
+            result = self.take(parts) if out is None else self.take(parts, out=out)
         left = iter(flags)
         record[ENDED] = monotonic()  # no call from here to the returns: Ctrl-C comes with one
         del mail.open[number]  # from here on nobody else returns what was lent
@@ -277,7 +300,7 @@ class _Known:
             for flag in left:
                 flag[self.index] = 0
             raise
-        return result
+        return result  # type: ignore[no-any-return]
 
     def goes_on(
         self, link: Any, record: Record, number: int, lent: Segment | None, x: Tensor
@@ -328,7 +351,7 @@ def _lasting(views: Callable[[Segment], tuple[Any, Tensor]], segment: Segment) -
 
 
 def _reduction(op: str, dtype: torch.dtype, n: int) -> Callable[..., Tensor]:
-    if n == 2 and op == "sum" and dtype in dtypes.SUMMED_AS_THEY_ARE:
+    if dtypes.is_one_sum(op, dtype, n):
         return _added
     return partial(dtypes.fold, op)
 
@@ -382,9 +405,10 @@ def at_once_in(log: Log) -> Callable[..., Tensor | None]:
             return None
         if mail.dropped:
             mail.look_after()
-        mine, posted = 0, False
+        mine, posted, tells = 0, False, False
         record: Any = None
-        lent: Segment | None = None
+        parts: Any = None
+        lent: Any = None
         try:
             try:
                 if known.readers:
@@ -394,8 +418,16 @@ def at_once_in(log: Log) -> Callable[..., Tensor | None]:
                     raise
                 return None  # there is no memory to lend: the longer way says so
             entry, written, own = known.entries.get(lent) or known.entry(lent)
+            parts = known.parts
+            address = 0 if parts is None else parts.address(x)
+            tells = bool(address) and lent is not None and parts.tells
             if lent is not None:
-                if known.spans:
+                if address:
+                    if known.spans and not parts.follows:
+                        own = known.own_row(x)
+                    if not tells:
+                        parts.write(lent, address)
+                elif known.spans:
                     own = known.lend_rows(x, written)
                 elif known.nbytes < LARGE:
                     written.copy_(x)
@@ -403,6 +435,8 @@ def at_once_in(log: Log) -> Callable[..., Tensor | None]:
                     put(written, x)
                 if known.table:
                     lent.cells[TABLE : TABLE + len(known.table)] = known.table
+            elif address:  # of what is read in parts, which is copied from there
+                own = x if parts.reduces else None
             elif known.own_at is not None:
                 own = dtypes.plain(x).view(known.part)
             cells, first = mail.own.cells, mail.own.first
@@ -425,17 +459,22 @@ def at_once_in(log: Log) -> Callable[..., Tensor | None]:
                 posted, mail.open[mine], mail.number = True, _UNDER_WAY, mine
                 if lent is not None:
                     lent.number = mine
+                cells[place] = -mine if tells else mine
+            if tells:
+                parts.write(lent, address)
                 cells[place] = mine
-                for box, there, listens in known.others:
-                    if there[listens]:
-                        box.ring()
-            result = known.read(mail, mine, x, own, lent, record)
+            for box, there, listens in known.others:
+                if there[listens]:
+                    box.ring()
+            result = known.read(mail, mine, x, own, lent, record, address)
             if result is None:
                 call, results = known.goes_on(link, record, mine, lent, x)
                 call.conclude(mail.timeout, awake=0.0)
                 return results[0]
         except BaseException as error:
             if posted and mine in mail.open:
+                if tells and cells[place] != mine:
+                    parts.finish(lent, address)
                 mail.number, cells[place] = max(mail.number, mine), mine  # Python 3.10 is interrupted anywhere
                 known.drop(link, record, mine, lent, x)
             elif lent is not None and (record is None or record[ENDED] is None):

@@ -39,8 +39,7 @@ from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.shared.differences import compare_given, differ_in, runs_differ
 from meshcomm.runtime.transports.shared.entry import NOBODY, Caller, Entry, Watch
 from meshcomm.runtime.transports.shared.lexicon import Meaning
-from meshcomm.runtime.transports.shared.mailbox import Mail
-from meshcomm.runtime.transports.shared.unread import Unread
+from meshcomm.runtime.transports.shared.mailbox import Mail, Unread
 from meshcomm.runtime.transports.shared.waiting import AWAKE, Wait
 from meshcomm.runtime.transports.shared.words import (
     DIGEST,

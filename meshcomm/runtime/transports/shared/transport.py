@@ -24,7 +24,7 @@ from meshcomm import _torch
 from meshcomm.errors import CommError
 from meshcomm.runtime.call import Post, Want, for_later, is_agreed, told
 from meshcomm.runtime.health.lateness import Late
-from meshcomm.runtime.pending import begin_all, queued
+from meshcomm.runtime.pending import begin_all, queued, then
 from meshcomm.runtime.process.lending import put
 from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.recorder import CALL, ENDED, Log, Named, Record, failed
@@ -32,7 +32,7 @@ from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.group_link import Made
 from meshcomm.runtime.transports.post import Carrier, route_of
 from meshcomm.runtime.transports.process_group import ProcessLink
-from meshcomm.runtime.transports.protocol import Empty, Parts
+from meshcomm.runtime.transports.protocol import Empty, Parts, joined
 from meshcomm.runtime.transports.shared import at_once, one_message
 from meshcomm.runtime.transports.shared.call import Call, Fill, Mail, Meaning, Reading, Watch
 from meshcomm.runtime.transports.shared.differences import compare_given
@@ -292,6 +292,9 @@ class OneHostLink(ProcessLink):
             return super().gather(x, dst)
         if (small := self._at_once(self, at_once.GATHER, "", x, dst)) is not None:
             return None if small is at_once.NOTHING else small
+        return self._gathered_on(x, dst)
+
+    def _gathered_on(self, x: Tensor, dst: int) -> Tensor | None:
         packed = dtypes.to_bytes(x)
         out = reserve.empty((self.size * packed.numel() if self.index == dst else 0,), packed)
         call = self._call("gather", "", x, dst)
@@ -300,6 +303,14 @@ class OneHostLink(ProcessLink):
             return self._done(call, lambda _: None, None)
         result = dtypes.from_bytes(out, x.dtype).view(self.size, *x.shape)
         return self._done(call, partial(torch.cat, out=out), result)
+
+    def join(self, x: Tensor, dst: int) -> Any:
+        """The same, of another shape."""
+        if not x.is_cpu:
+            return super().join(x, dst)
+        if (small := self._at_once(self, at_once.JOIN, "", x, dst)) is not None:
+            return None if small is at_once.NOTHING else small
+        return then(self._gathered_on(x, dst), joined)
 
     def scatter(self, x: Tensor | None, like: Tensor, src: int) -> Tensor:
         """All read their rows from one."""

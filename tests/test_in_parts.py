@@ -1,0 +1,246 @@
+"""Calls of two ranks whose tensor is read while it is written: their results, and what they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshcomm as mc
+from meshcomm.runtime.process import lending
+from meshcomm.runtime.transports.shared import at_once, in_parts
+from meshcomm.runtime.transports.shared.in_parts import Parts
+
+ROWS = 2048
+"""Of 256 elements: half of them are as much as a result in parts has at least, and all not more than at most."""
+
+
+def scattered(x: Tensor, mesh: mc.Mesh, root: int, dim: int = 0, **how: Any) -> Any:
+    """From one, by what the others know of it."""
+    at = mesh.coordinate["a"]
+    return mc.scatter(x if at == root else None, "a", root, dim, x.chunk(2, dim)[0], mesh=mesh, **how)
+
+
+Kind = Callable[..., Any]
+CALLS: dict[str, Kind] = {
+    "gather": lambda x, mesh, root, **how: mc.gather(x, "a", root, mesh=mesh, **how),
+    "gather of dim 1": lambda x, mesh, root, **how: mc.gather(x, "a", root, 1, mesh=mesh, **how),
+    "scatter": scattered,
+    "scatter of dim 1": lambda x, mesh, root, **how: scattered(x, mesh, root, 1, **how),
+    "reduce": lambda x, mesh, root, **how: mc.reduce(x, "a", root, mesh=mesh, **how),
+    "reduce max": lambda x, mesh, root, **how: mc.reduce(x, "a", root, "max", mesh=mesh, **how),
+}
+SOME = ("gather", "scatter", "reduce")
+
+
+def pairs() -> mc.Mesh:
+    """Whose ranks have heard of each other."""
+    mesh = mc.make_mesh({"a": 2, "b": 2})
+    mc.barrier("a", mesh=mesh)
+    return mesh
+
+
+def given(rank: int, dtype: torch.dtype = torch.float32, rows: int = ROWS) -> Tensor:
+    return torch.randn(rows, 256, generator=torch.Generator().manual_seed(rank)).mul(9).to(dtype)
+
+
+def alike(y: Any, expected: Any) -> bool:
+    return y is expected if expected is None else torch.equal(y.view(torch.uint8), expected.view(torch.uint8))
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[str]]:
+    """What was told part by part, and read so."""
+    seen: list[str] = []
+    own_write, own_follow = Parts.write, in_parts.follow
+
+    def write(self: Parts, *given: Any) -> None:
+        if self.tells:
+            seen.append("write")
+        own_write(self, *given)
+
+    def follow(*given: Any) -> bool:
+        seen.append("read")
+        return own_follow(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Parts, "write", write)
+        patch.setattr(at_once, "follow", follow)
+        yield seen
+
+
+def as_later(name: str, dtype: torch.dtype) -> None:
+    """The same bits as those of calls that are waited for later, also beside a rank that waits later."""
+    mesh = pairs()
+    call, me = CALLS[name], mesh.coordinate["a"]
+    x = given(mesh.rank, dtype)
+    for own in (x, torch.cat([x, x])[::2], torch.nn.Parameter(x, requires_grad=False)):
+        before = own.detach().clone()
+        for root in (0, 1):
+            expected = call(own, mesh, root, async_op=True).wait()
+            with counted() as seen:
+                for later in (None, None, None, 0, 1, None):
+                    y = call(own, mesh, root, async_op=True).wait() if later == me else call(own, mesh, root)
+                    assert alike(y, expected)
+                    if y is not None:
+                        assert (y.shape, y.dtype, y.is_contiguous(), type(y)) == (expected.shape, dtype, True, Tensor)
+                        assert y.untyped_storage().nbytes() == y.nbytes
+                        y.zero_()
+            if own.is_contiguous():  # one only gives, and of a scatter both get
+                writes = (me == root) == name.startswith("scatter")
+                assert ("write" in seen) == writes
+                assert ("read" in seen) == (name.startswith("scatter") or me == root)
+        assert torch.equal(own, before)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_results_are_those_of_calls_that_are_waited_for_later(pool4: Any, name: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        pool4.run(as_later, name, dtype)
+
+
+def slowly(name: str) -> None:
+    """Who reads does not wait awake for one that stops in the middle."""
+    mesh = pairs()
+    call, x = CALLS[name], given(mesh.rank)
+    expected = [call(x, mesh, root) for root in (0, 1) for _ in range(3)]
+    own, parts = lending.copy, 0
+
+    def copy(*given: Any) -> None:
+        nonlocal parts
+        parts += 1
+        if parts % 3 == 2:
+            time.sleep(0.01)
+        own(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_parts, "copy", copy)
+        for root in (0, 1, 0):
+            assert alike(call(x, mesh, root), expected[3 * root])
+    assert parts
+    is_at_rest(mesh)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_one_that_stops_in_the_middle(pool4: Any, name: str) -> None:
+    pool4.run(slowly, name)
+
+
+def is_at_rest(mesh: mc.Mesh) -> None:
+    """Nothing is open, and all that was lent is back."""
+    for _ in range(3):
+        mc.barrier("a", mesh=mesh)
+    assert not mesh.axis("a").link.mail.open  # type: ignore[attr-defined]
+    assert all(segment.is_free() for segment in lending.room._segments)
+
+
+@contextlib.contextmanager
+def interrupted_in(codes: tuple[CodeType, ...], line: int) -> Iterator[list[int]]:
+    """Ctrl-C at this line of those that run in there; the lines that have run."""
+    lines, before = [0], sys.gettrace()
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code not in codes:
+            return trace if event == "call" else None
+        if event == "line":
+            lines[0] += 1
+            if lines[0] == line:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield lines
+    finally:
+        sys.settrace(before)
+
+
+@contextlib.contextmanager
+def interrupted_often(part: int) -> Iterator[list[int]]:
+    """Ctrl-C before this part, and then before each but every third one; the parts that were to be written."""
+    own, parts = lending.copy, [0]
+
+    def copy(*given: Any) -> None:
+        parts[0] += 1
+        if parts[0] == part or (parts[0] > part and parts[0] % 3):
+            raise KeyboardInterrupt
+        own(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_parts, "copy", copy)
+        yield parts
+
+
+PLACES: dict[str, tuple[CodeType, ...]] = {
+    "written": (Parts.write.__code__,),
+    "read": (in_parts.follow.__code__, Parts.copy.__code__, Parts.reduce.__code__, Parts.copy_own.__code__),
+}
+
+
+def interrupted(name: str, where: str) -> None:
+    """Whoever is interrupted while something is written or read has the others finish, and all comes back."""
+    mesh = pairs()
+    call, x, me = CALLS[name], given(mesh.rank), mesh.coordinate["a"]
+    root = 0
+    expected = [call(x, mesh, root) for _ in range(4)][-1]
+    giver = root if name == "scatter" else 1 - root
+    who = 1 - giver if where == "read" else giver
+    line, is_over = 0, False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(at_once, "AWAKE", 60.0)  # on a busy machine too it is this way that is interrupted
+        patch.setattr(in_parts, "AWAKE", 60.0)
+        while not is_over:
+            line += 1
+            if me == who:
+                with interrupted_in(PLACES[where], line) if where in PLACES else interrupted_often(line) as lines:
+                    try:
+                        y = call(x, mesh, root)
+                        assert alike(y, expected)
+                    except KeyboardInterrupt:
+                        pass
+                is_over = lines[0] < line
+            else:
+                assert alike(call(x, mesh, root), expected)
+            is_over = bool(mc.broadcast(torch.tensor(float(is_over)), "a", who, mesh=mesh))
+            assert alike(call(x, mesh, root), expected)
+            is_at_rest(mesh)
+    assert line > 5
+
+
+@pytest.mark.parametrize("where", [*PLACES, "written, often"])
+@pytest.mark.parametrize("name", SOME)
+def test_who_is_interrupted(pool4: Any, name: str, where: str) -> None:
+    pool4.run(interrupted, name, where)
+
+
+def other_roots(name: str) -> None:
+    """Ranks that name another root: each is told, and nothing stays lent."""
+    mesh = pairs()
+    call, x, me = CALLS[name], given(mesh.rank), mesh.coordinate["a"]
+    expected = [call(x, mesh, root) for root in (0, 1) for _ in range(3)]
+    mc.barrier("a", mesh=mesh)
+    for root in (me, 1 - me):
+        told = []
+        for make in (lambda root=root: call(x, mesh, root), lambda: mc.barrier("a", mesh=mesh)):
+            try:
+                make()
+            except mc.CommError as error:  # in the barrier where nothing was read from who differs
+                told.append(str(error))
+        (error_text,) = told
+        assert "the ranks called different things" in error_text
+        mc.barrier("a", mesh=mesh)
+        for same in (0, 1):
+            assert alike(call(x, mesh, same), expected[3 * same])
+        is_at_rest(mesh)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_ranks_that_name_another_root(pool4: Any, name: str) -> None:
+    pool4.run(other_roots, name)
