@@ -399,13 +399,232 @@ def several_at_once() -> list[Any]:
     return found
 
 
+def in_the_image() -> list[Any]:
+    """What takes no more than a shape, a dtype or a memory; what is a leaf is each rank's own."""
+    x, y, w, p = of("dp"), of(("dp", "tp")), weight(), parameter(4)
+    found: list[Any] = []
+    for each in (x, y, w, p, x * w):
+        for _ in range(4):
+            z = torch.zeros_like(each)
+            made = [
+                z,
+                z * each,
+                each.new_zeros(2),
+                each.new_ones((2, 2)),
+                torch.full_like(each, 2.0),
+                torch.empty_like(each),
+            ]
+            leaf = torch.zeros_like(each).requires_grad_()
+            other = torch.zeros_like(each, requires_grad=True)
+            found += [z, made[1], *[part.zero_() for part in made[2:]], leaf, leaf * 2.0, other, other * x]
+            found += [torch.full_like(each, x[0].detach()), each.new_tensor([1.0]), torch.nn.Parameter(z) * 1.0]
+    for _ in range(4):
+        for each in (x, w, p):
+            found += [each.detach() * x, each.data * y, each.detach(), each.data, each.contiguous(), each.float()]
+            found += [
+                each.double(),
+                each.to(y),
+                each.to(torch.float64),
+                each.to("cpu"),
+                each.type_as(y),
+                each.view_as(y),
+            ]
+            found += [y.expand_as(each), each.reshape_as(x), x.type_as(of("tp").double()), each.long()]
+    return found
+
+
+def written_past_a_leaf() -> list[Any]:
+    """Through ``.data`` and ``detach()``, made for the tenth time: what varies is refused there, as at the first time."""
+    found: list[Any] = []
+    for name in ("data", "detach"):
+        x, w = of("dp"), weight()
+        for _ in range(4):
+            other = w.data if name == "data" else w.detach()
+            found.append(other.mul_(0.5))
+        with pytest.raises(mc.VaryingError, match="the ranks would differ"):
+            other.add_(x)
+        found.append(w * 1.0)
+    return found
+
+
+def narrower_written() -> list[Any]:
+    """What varies along fewer axes, written into what varies along more, and the other way round."""
+    x, y, n, w = of("dp"), of(("dp", "tp")), of(()), weight()
+    z, ended = y * 1.0, mc.all_reduce(of("tp"), "tp")
+    found: list[Any] = []
+    for _ in range(6):
+        with torch.no_grad():
+            z.add_(x).mul_(n).sub_(w).addcmul_(x, n).add_(ended).div_(2.0)
+            y.add_(n).lerp_(x, 0.5)
+            z[:2] = n[2:]
+            z[:] = x
+        found += [z.clone(), y.clone(), z * w, y * n]
+    z.copy_(n)
+    n.add_(x)
+    return [*found, z, z * 2.0, n, n * w, x.copy_(n), x]
+
+
+def narrower_with_a_gradient() -> list[Any]:
+    x, w, found = of("dp") * 1.0, weight(), []
+    for _ in range(4):
+        with torch.no_grad():
+            x.mul_(w)
+    for _ in range(3):
+        y = x * 1.0
+        y.mul_(w)
+        found += [y, *torch.autograd.grad(y.sum(), w)]
+    return found
+
+
+def views_written() -> list[Any]:
+    x, y, n = of("dp", 2, 4), of("dp", 2, 4), of((), 2, 4)
+    v, found = x.view(8), []
+    for _ in range(6):
+        x.view(8).add_(y.view(8))
+        x[0].mul_(y[1])
+        x.t().copy_(y.t())
+        x[:, 1:].add_(1.0)
+        v.sub_(y.flatten())
+        n[1].add_(n[0])
+        n[0].zero_()
+        found += [x.clone(), v * 2.0, x * n, n[0] * 1.0, v.view(2, 4) + y]
+    x[0].zero_()
+    n[0].copy_(of("tp"))
+    found += [x, x[0], v * 1.0, n, n[1] * 1.0, n.view(8) * x.view(8)]
+    n.view(8).add_(1.0)
+    return [*found, n]
+
+
+def views_of_what_is_declared_otherwise() -> list[Any]:
+    x, y = of("dp") * 1.0, of("dp")
+    v = x.view(2, 2)
+    for _ in range(4):
+        v.add_(y.view(2, 2))
+    mc.mark_varying(x, ())
+    v.add_(y.view(2, 2))
+    found = [x, x * 2.0, v]
+    with torch._C.DisableTorchFunction():
+        v.add_(1.0)
+    with torch.no_grad():
+        v.add_(1.0)
+    return [*found, x, v]
+
+
+def views_of_leaves_written() -> list[Any]:
+    """A graph is asked for its pvary again; what varies is refused in a leaf that is invariant."""
+    x, w, found = of("dp", 2, 2), weight(2, 2), []
+    for _ in range(4):
+        with torch.no_grad():
+            w.view(4).mul_(0.5)
+            w[0].add_(w[1])
+        y = x * w
+        found += [y, *torch.autograd.grad(y.sum(), w)]
+    with torch.no_grad():
+        w[0].add_(x[0])
+    with pytest.raises(mc.VaryingError, match="the ranks would differ"):
+        w.mul(1.0)
+    return found
+
+
+def views_in_other_memory() -> list[Any]:
+    x, y, n = of("dp") * 1.0, of("dp"), of(())
+    v = x.view(2, 2)
+    for _ in range(4):
+        v.add_(y.view(2, 2))
+    with torch._C.DisableTorchFunction():
+        v.data = n.data.view(2, 2)
+    v.add_(y.view(2, 2))
+    return [x, v, n, n * 1.0]
+
+
+def asked_to_write() -> list[Any]:
+    x, w, t = of("dp"), weight(), torch.tensor([0, 1])
+    e, found = of((), 4, 2), []
+    for _ in range(4):
+        z = x * 1.0
+        found += [F.relu(z), F.relu(z, False), F.silu(z, inplace=False), F.dropout(z, 0.0), F.dropout(z, 0.3, False)]
+        found += [F.relu(w * x), F.hardtanh(w), F.embedding(t, e), F.pad(z, (1, 1)), F.layer_norm(z, (4,))]
+    counts = []
+    for write in (
+        lambda z: F.relu(z, True), lambda z: F.silu(z, inplace=True), lambda z: F.dropout(z, 0.0, True, True),
+        lambda z: F.leaky_relu(z, 0.1, True),
+    ):  # fmt: skip
+        z = x * 1.0
+        found += [write(z), z, z * w]
+        counts.append(z._version)
+    found += [F.embedding(t, e, None, 0.5), F.embedding(t, e, max_norm=0.1), e, e * 1.0]
+    assert min(counts[:2]) > 0
+    return found
+
+
+def masks_and_places() -> list[Any]:
+    """An index and a mask have the same type: what a mask gives is of a size that depends on data."""
+    x, w, i = of("dp"), weight(), torch.tensor([3, 0])
+    m = torch.tensor([True, False, True, False])
+    found: list[Any] = []
+    for _ in range(4):
+        found += [x[i], w[i], x.gather(0, i), x[1], x[None, 1:], torch.where(m, x, w), torch.where(m, w, 0.0)]
+        found += [x[m], w[m], x.masked_fill(m, 0.0), torch.where(m)[0], x[i]]
+    found += torch.autograd.grad(sum(part.sum() for part in found if part.requires_grad), w)
+    n = x[of("dp") > 2.0]
+    return [*found, n.shape[0] == n.shape[0], x[i], torch.where(m, x, w)]
+
+
+def three_of_several_types() -> list[Any]:
+    x, y, w, b = of("dp", 4, 4), of("tp", 4, 4), weight(4, 4), weight(4)
+    c, found = of("dp", 4, 4) > 3.0, []
+    for _ in range(4):
+        found += [F.linear(x, w, b), F.linear(x, w), torch.where(c, x, w), torch.where(c, w, y), torch.where(c, 0.0, w)]
+        found += [
+            F.layer_norm(x, (4,), b, b),
+            torch.addcmul(x, w, y),
+            torch.addmm(b, x, w),
+            torch.baddbmm(x[None], y[None], w[None]),
+        ]
+        found += [torch.lerp(x, w, y), torch.lerp(w, x, 0.5), x > w, torch.maximum(w, y), w @ x, x / w, w - y]
+        total = sum(part.sum() for part in found[-16:] if part.requires_grad)
+        found += torch.autograd.grad(total, (w, b))
+    return found
+
+
+def several_results() -> list[Any]:
+    x, w, found = of("dp", 4, 2), weight(4, 2), []
+    for _ in range(4):
+        for each in (x, w, x * w):
+            found += [*each.chunk(2), *each.split(2), *each.unbind(0), *each.sort(), *each.topk(1), *each.max(dim=0)]
+            found += [*each.split([1, 3]), *torch.aminmax(each), *torch.var_mean(each, 0)]
+            parts = (each.detach() * 1.0).chunk(2)
+            parts[0].detach().add_(x[:2])
+            found += [*parts, parts[1] * w[:2]]
+    return found
+
+
+def written_wider_elsewhere() -> list[Any]:
+    """That something else was written that varies along more axes says nothing; that it was written here, does."""
+    x, w, n, a, b = of("dp"), weight(), of(()), of(()), of((), 2, 2)
+    found: list[Any] = []
+    for wide in (None, of("dp"), of("tp"), of(("dp", "tp"))):
+        if wide is not None:
+            of(()).add_(wide)
+        for _ in range(4):
+            found += [x * w, w * x, x * n, n * 2.0, n + a, torch.cat([x, w]), torch.addcmul(x, n, a), a.view(4), b[0]]
+            found += [torch.stack([n, a]), n.add_(a).clone(), F.linear(n, b.view(1, 4)), torch.where(n > 0, a, w)]
+    for changed in (n, a, b, x):
+        changed.data.view(-1)[:1].add_(of("tp")[0])
+        found += [x * n, n * 2.0, n + a, a + n, torch.addcmul(x, n, a), a.view(4), b[0], n.add_(1.0).clone(), x * w]
+        found += [torch.where(n > 0, a, n), b * 1.0, torch.cat([n, a])]
+    return found
+
+
 PROGRAMS: dict[str, Program] = {
     each.__name__.replace("_", " "): each
     for each in (
         written_between, another_place, another_dtype, by_another_thread, after_backward, several_axes, partly_varied, freed,
         another_leaf, without_grad, lists, three_operands, more_arguments, keywords, in_place_again, parts_written,
         slices, a_leaf_out_of_sight, changed_out_of_sight, parameters_elsewhere, read_otherwise, set_in_place,
-        several_at_once,
+        several_at_once, in_the_image, written_past_a_leaf, narrower_written, narrower_with_a_gradient, views_written,
+        views_of_what_is_declared_otherwise, views_of_leaves_written, views_in_other_memory, asked_to_write,
+        masks_and_places, three_of_several_types, several_results, written_wider_elsewhere,
     )
 }  # fmt: skip
 
@@ -557,7 +776,7 @@ def test_lasting_notes_hold_no_tensors() -> None:
         return True
 
     assert all(in_ranks(run))
-    kinds = {type(part) for key in grid().short for part in key[1:]}
+    kinds = {type(part) for key in grid().short if type(key) is tuple for part in key[1:]}
     assert kinds <= {Type, type(None)}
 
 

@@ -33,15 +33,17 @@ from meshcomm.spmd.types.rules.operands import SIMPLE, same_place
 from meshcomm.spmd.types.rules.short import ASKS, NUMBERS, SEVERAL, Args, Short, flat_of, simple
 from meshcomm.spmd.types.rules.torch_rules import COMPUTES, KINDS, READS_ROWS
 from meshcomm.spmd.types.seen_changes import AGAIN, NOTED_AT, saw
+from meshcomm.spmd.types.sizes.size_rules import may_size
 from meshcomm.spmd.types.sizes.varying_numbers import made, plain
 from meshcomm.spmd.types.vma import (
     HELD,
+    INVARIANT,
     NAME,
     WRITTEN,
     Type,
+    alike,
     join,
     no_wider,
-    note,
     note_base,
     writes,
 )
@@ -73,43 +75,43 @@ class AtOnce(InPlace):
                     return self._operation(KINDS[func], func, args, kwargs)
         a: Any
         b: Any
+        one: Any
+        two: Any
+        three: Any
         again: Any
         entry: Any
         short: Any
         whole: Any
         result: Any
         try:
-            if len(args) == 2:
+            if (count := len(args)) == 2:
                 a, b = args
-                one, two, three = getattr(a, NAME, None), getattr(b, NAME, None), None
-                short = self._short.get((func, one, two))
-            else:
-                a = b = two = three = None
-                if len(args) == 1:
-                    a = args[0]
-                    if type(a) in SEVERAL and len(a) == 2:
-                        a, b = a
-                        two = getattr(b, NAME, None)
-                elif args and getattr(args[0], NAME, None) is not None:
-                    a, b, *rest = args
+                one, two, three, c = getattr(a, NAME, None), getattr(b, NAME, None), None, None
+            elif count == 1:
+                a, b, two, three, c = args[0], None, None, None, None
+                if type(a) in SEVERAL and len(a) == 2:
+                    a, b = a
                     two = getattr(b, NAME, None)
-                    three = two if len(rest) == 1 and rest[0] is b else self._third(rest)
                 one = getattr(a, NAME, None)
+            elif count == 3:
+                a, b, c = args
+                one, two, three = getattr(a, NAME, None), getattr(b, NAME, None), getattr(c, NAME, None)
+            elif count and getattr(args[0], NAME, None) is not None:
+                a, b, *rest = args
+                one, two, three, c = getattr(a, NAME, None), getattr(b, NAME, None), self._third(rest), None
+            else:
+                a = b = c = one = two = three = None
+            short = self._short.get(func)
+            if short is None or short.one is not one or short.two is not two or short.three is not three:
                 short = self._short.get((func, one, two) if three is None else (func, one, two, three))
+                if short:
+                    self._short[func] = short
                 if three is False:
                     short = False
-            if short and (
+            if not short:
+                pass
+            elif (
                 (
-                    lent
-                    or (again := getattr(a, AGAIN, None)) is None
-                    or (at := again.at) != a._version
-                    or again.kind is not one
-                    or getattr(a.untyped_storage(), AGAIN, None) is not again
-                    or (a.requires_grad and (one.plain or is_grad_enabled() or not a.is_leaf))
-                    if short.in_place
-                    else ((at := a._version) and at != getattr(a, NOTED_AT, 0)) or (one.plain and a.requires_grad)  # type: ignore[union-attr]
-                )
-                or (
                     b is not None
                     and (part := type(b)) not in SIMPLE
                     and not (
@@ -122,11 +124,53 @@ class AtOnce(InPlace):
                     if two is None
                     else ((of_b := b._version) and of_b != getattr(b, NOTED_AT, 0)) or (two.plain and b.requires_grad)
                 )
+                or (
+                    c is not None
+                    and (
+                        type(c) not in SIMPLE and not simple((c,))
+                        if three is None
+                        else ((of_c := c._version) and of_c != getattr(c, NOTED_AT, 0))
+                        or (three.plain and c.requires_grad)
+                    )
+                )
                 or functorch_active()
-                or (short.mark is not wrote.mark and not self._holds(short, (func, one, two, three)))
+                or (short.unless is not None and short.unless(args, kwargs))
+                or (
+                    short.mark is not (mark := wrote.mark)
+                    and (short.looked is mark or self._looks(short, mark))
+                    and (
+                        (
+                            two is not None
+                            and (written := getattr(b.untyped_storage(), WRITTEN, None)) is not None
+                            and not no_wider(written, two, self.grid)
+                        )
+                        or (
+                            not short.in_place  # where that lies is looked at below
+                            and (written := getattr(a.untyped_storage(), WRITTEN, None)) is not None
+                            and not no_wider(written, one, self.grid)
+                        )
+                        or (three is not None and self._wider(args))
+                    )
+                )
             ):
                 short = False
-        except (RuntimeError, TypeError, AttributeError):
+            elif not short.in_place:
+                if ((at := a._version) and at != getattr(a, NOTED_AT, 0)) or (one.plain and a.requires_grad):
+                    short = False
+            else:
+                base = None
+                if (again := getattr(a, AGAIN, None)) is None and getattr(base := a._base, NAME, None) is one:
+                    again = getattr(base, AGAIN, None)  # views count together with what they are of
+                if (
+                    again is None
+                    or (at := again.at) != a._version
+                    or again.kind is not one
+                    or getattr(a.untyped_storage(), AGAIN, None) is not again
+                    or lent
+                    or (a.requires_grad and (one.plain or is_grad_enabled() or not a.is_leaf))
+                ):
+                    short = False
+        except (RuntimeError, TypeError, AttributeError, ValueError):
             short = False  # an inference tensor does not count its changes; what was saved with a type has none
         if not short:
             if short is ASKS and not kwargs and (b is None or type(b) is int):
@@ -140,6 +184,8 @@ class AtOnce(InPlace):
             span, after = again.span, a._version
             if span[1] == at:  # as saw does it
                 span[1] = again.at = a._meshcomm_version = after
+                if base is not None:
+                    base._meshcomm_version = after
             else:
                 saw(a, at, after)
                 self._spread(a, again.kind)
@@ -148,50 +194,57 @@ class AtOnce(InPlace):
             return result
         else:
             if (whole := short.whole) is None:  # it says where
-                whole = self._joined_here((one, two), short.name, sys._getframe(1))  # type: ignore[arg-type]
-            lacks, varied = short.lacks, False
-            if short.varies and not types and not kwargs and len(args) == 2 and is_grad_enabled():
+                met: Any = (one, two) if three is None else (one, three) if two is None else (one, two, three)
+                whole = self._joined_here(met, short.name, sys._getframe(1))
+            lacks, quick = short.lacks, False
+            if (
+                lacks is not None
+                and short.narrow >= 0
+                and not types
+                and not kwargs
+                and count == 2
+                and is_grad_enabled()
+            ):
                 if short.narrow:
-                    x, at = b, of_b
+                    x, at_x = b, of_b
                 else:
-                    x = a
+                    x, at_x = a, at
                 entry = self._pvaried.get(id(x))
                 try:  # as `_varied_before` does it, of a leaf for which the same was asked last
                     quick = (
                         entry is not None
                         and entry.again is lacks
                         and entry.newest
-                        and entry.version == at
+                        and entry.version == at_x
                         and x.requires_grad
                         and x.dtype is entry.dtype
                         and entry.lies_as(x)
                     )
                 except RuntimeError:
                     quick = False
-                if quick:
-                    try:
-                        result = func(a, entry.varied) if short.narrow else func(entry.varied, b)
-                    except RuntimeError as error:
-                        self._not_into_varied(error, short.name)
-                        raise
-                    result._meshcomm_type = whole.seen(True) if whole.plain else whole
-                    return result
             if lacks is None:
                 result = func(*args, **kwargs) if kwargs else func(*args)
             else:
-                x, at_x = (b, of_b) if short.narrow > 0 else (a, at)
-                if len(args) == 2 and short.narrow >= 0 and (y := self._varied_before(x, at_x, lacks)) is not None:
-                    given, varied = (a, y) if short.narrow else (y, b), is_grad_enabled()
+                if quick:
+                    given = (a, entry.varied) if short.narrow else (entry.varied, b)
                 else:
-                    given = self._evened_pair(short, args, (a, b), at_x)
+                    x, at_x = (b, of_b) if short.narrow > 0 else (a, at)
+                    if count == 2 and short.narrow >= 0 and (y := self._varied_before(x, at_x, lacks)) is not None:
+                        given = (a, y) if short.narrow else (y, b)
+                    else:
+                        given = self._evened_pair(short, whole, args, (a, b), at_x)
                 try:
                     result = func(*given, **kwargs) if kwargs else func(*given)
                 except RuntimeError as error:
                     if given is not args:
                         self._not_into_varied(error, short.name)
                     raise
+            if short.shares:
+                self._shares(a)
+            elif short.fresh and one.axes:
+                alike(result, one)
             if short.one_kernel and (not types or type(result) is Tensor):
-                if short.graph and (whole.plain if varied else whole.plain == result.requires_grad):
+                if short.graph and whole.plain == result.requires_grad:
                     whole = whole.seen(whole.plain)
                 result._meshcomm_type = whole
                 return result
@@ -220,13 +273,29 @@ class AtOnce(InPlace):
             if base is not None:
                 note_base(base, whole, self._known, flat_of(args))
             return result
-        for part in result if type(result) is tuple else (result,):
+        if result is not a:
+            self._note_parts(result, whole, graph, args)
+        return result
+
+    def _note_parts(self, result: Any, whole: Type, graph: bool, args: Args) -> None:
+        """Note the type of each tensor that was given, some of which may have been there before."""
+        for part in result if isinstance(result, tuple) else (result,):
             if type(part) is not Tensor or getattr(part, NAME, None) is not None:
                 if result is not args[0]:
                     self._note_all(result, whole, [x for x in flat_of(args) if isinstance(x, Tensor)])
                 break
-            note(part, whole, self._known, flat_of(args))
-        return result
+            kind = whole.seen(part.requires_grad) if graph else whole
+            part._meshcomm_type = kind  # type: ignore[attr-defined]
+            base = part._base
+            if base is not None and not (
+                getattr(base, NAME, None) is kind and (not kind.axes or getattr(base, HELD, None) is kind)
+            ):
+                note_base(base, whole, self._known, flat_of(args))
+            try:
+                if at := part._version:
+                    part._meshcomm_version = at  # type: ignore[attr-defined]
+            except RuntimeError:  # an inference tensor does not count
+                pass
 
     def _one_by_one(self, func: Any, args: Args, kwargs: Any, short: Any) -> tuple[Any, Any, bool, bool, int]:
         """What it gives, once each operand was looked at, and its type, if that is still to be noted; whether it may
@@ -242,8 +311,12 @@ class AtOnce(InPlace):
             if kind.asks and not kwargs and 0 < len(args) <= 2 and type(one := getattr(args[0], NAME, None)) is Type:
                 self._short[func, one, None] = ASKS
             return self._operation(kind, func, args, kwargs), None, False, False, 0
+        if kind.unless is not None and kind.unless(args, kwargs):
+            return self._operation(kind, func, args, kwargs), None, False, False, 0
         if way is READS_ROWS:
             flat = flat_of(args)
+        elif kind.alike or kind.fresh:  # of the others, and of what is fresh, the types do not matter
+            flat = args[:1]
         grid, slow, at = self.grid, writes.any, 0
         within = grid.written
         whole: Any = None
@@ -284,7 +357,7 @@ class AtOnce(InPlace):
                 if whole is None:
                     whole = mine
                 elif second is None:
-                    if kind.sized:
+                    if kind.sized and may_size(kind.name, args):
                         whole = None
                         break
                     second = mine
@@ -296,15 +369,23 @@ class AtOnce(InPlace):
             whole = None  # nothing is noted; an inference tensor does not count its changes; some have no storage
         uneven = second is not None and whole is not None and second.sort is not whole.sort
         transformed = functorch_active()
-        if whole is None or (transformed and (slow or uneven)):
+        if whole is None or (transformed and (slow or uneven or flat is not args or kind.shares)):
             return self._operation(kind, func, args, kwargs), None, False, False, 0
+        fresh = kind.fresh
+        if fresh:
+            like, whole, graph = whole, INVARIANT, False
+            if not simple(args[1:]):
+                return self._operation(kind, func, args, kwargs), None, False, False, 0
         given, joined = args, whole
         if uneven:
             types = tuple([m for x in flat if (m := getattr(x, NAME, None)) is not None]) if more else (whole, second)
             whole = self._joined_here(types, kind.name, sys._getframe(2))
             joined = self._joined.get(types)
-        if short is None and (flat is args or (len(flat) == 2 and len(args) == 1)):
-            self._shorten(kind, func, flat, joined)
+        if short is None:
+            if kind.alike or fresh:
+                self._shorten(kind, func, args, joined)
+            elif flat is args or (len(flat) == 2 and len(args) == 1):
+                self._shorten(kind, func, flat, joined)
         if (
             uneven
             and graph
@@ -318,6 +399,10 @@ class AtOnce(InPlace):
             if given is not args:
                 self._not_into_varied(error, kind.name)
             raise
+        if kind.shares:
+            self._shares(args[0])
+        elif fresh and like.axes:
+            alike(result, like)
         if transformed:
             self._note_all(result, whole, [x for x in flat if isinstance(x, Tensor)])
             return result, None, False, False, 0
@@ -363,14 +448,13 @@ class AtOnce(InPlace):
             given = (*given[:i], y, *given[i + 1 :])
         return given
 
-    def _evened_pair(self, short: Short, args: Args, pair: Args, at: int) -> Args:
+    def _evened_pair(self, short: Short, whole: Type, args: Args, pair: Args, at: int) -> Args:
         """The arguments, which begin with these two operands or are a list of them, with a pvary of each that lacks
         axes, if it has a gradient. ``at``: how often the one was changed, if it is one.
         """
         if short.narrow < 0:
-            assert short.whole is not None
             flat = args if len(args) > 1 else pair
-            given = self._evened_at_once(short.whole.axes, short.name, flat, flat)
+            given = self._evened_at_once(whole.axes, short.name, flat, flat)
         else:
             x = pair[short.narrow]
             assert short.lacks is not None

@@ -5,8 +5,10 @@ A function that stands nowhere here gives what varies wherever one of its operan
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshcomm.spmd.types.rules.arguments import by_name, forms_of, is_seeded, only_reads, takes_rows
-from meshcomm.spmd.types.sizes.size_rules import SIZED, words
+from meshcomm.spmd.types.sizes.size_rules import SIZED, may_size, words
 
 HOST = words(
     """
@@ -132,6 +134,8 @@ class Kind:
     """None of these."""
     one_kernel: bool = False
     """One kernel makes its result, which has not been changed since."""
+    unless: Callable[[tuple[Any, ...], dict[str, Any] | None], bool] | None = None
+    """Whether a call of it is none of those that are seen at once."""
     way: int = 0
     """How to see at once what it does, where all types are known: one of those below, or 0."""
 
@@ -145,7 +149,8 @@ def _kind(func: Any) -> Kind:
     name = str(getattr(func, "__name__", func)).split(".")[0]
     if name == "__get__":
         name = str(getattr(func.__self__, "__name__", name))
-        return Kind(name, getter=True, asks=name in PLAIN, way=READS if name in VIEWS else 0)
+        shares = name == "data"
+        return Kind(name, getter=True, asks=name in PLAIN, shares=shares, way=READS if shares or name in VIEWS else 0)
     if name == "__set__":
         return Kind(str(getattr(func.__self__, "__name__", name)), setter=True)
     if func is Tensor.backward:
@@ -178,18 +183,69 @@ def _kind(func: Any) -> Kind:
     )
     ordinary = replace(kind, name="", from_data=False, sized=0) == Kind("")
     way = COMPUTES if kind.computes else 0
-    if ordinary and kind.sized != 1 and not kind.from_data and (func in _PURE or only_reads(func)):
+    nearly = replace(kind, name="", alike=False, fresh=False, shares=False, drops=None, from_data=False, sized=0)
+    if (
+        nearly == Kind("")
+        and (kind.sized != 1 or name == "where")
+        and not kind.from_data
+        and (func in _PURE or only_reads(func))
+    ):
         way = READS_ROWS if takes_rows(func) else READS
-    return replace(kind, ordinary=ordinary, way=way, one_kernel=way in (READS, READS_ROWS) and name in _ONE_KERNEL)
+    return replace(
+        kind,
+        ordinary=ordinary,
+        way=way,
+        one_kernel=way in (READS, READS_ROWS) and name in _ONE_KERNEL,
+        unless=_unless(func, kind) if way else None,
+    )
 
 
-_PURE = frozenset([functional.softmax, functional.log_softmax, functional.mse_loss])
-"""Functions of Python, which have no schema, that write into nothing: what most models call."""
+_PURE = frozenset(
+    [getattr(functional, name) for name in words(
+        """
+        softmax log_softmax softmin softsign tanhshrink relu relu6 elu selu celu silu mish leaky_relu hardtanh hardswish
+        hardsigmoid glu layer_norm group_norm rms_norm normalize pad embedding dropout cross_entropy nll_loss mse_loss
+        l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits
+        """
+    )] + [getattr(Tensor, name) for name in words("float half bfloat16 double int long short bool cpu")]
+)  # fmt: skip
+"""Functions that have no schema and write into nothing, unless ``_unless`` says so: what most models call."""
+
+
+def _unless(func: Any, kind: Kind) -> Callable[[tuple[Any, ...], dict[str, Any] | None], bool] | None:
+    """Says of a call that it is none of those that are seen at once: it writes, draws, or is of a size that depends on
+    data.
+    """
+    place = -1
+    name = "max_norm" if func is functional.embedding else "inplace"
+    if isinstance(func, FunctionType):
+        place = next((i for i, each in enumerate(inspect.signature(func).parameters) if each == name), -1)
+    drops = kind.drops
+    if place >= 0 or drops is not None:
+
+        def writes_or_draws(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+            if place >= 0:
+                asked = args[place] if len(args) > place else kwargs.get(name) if kwargs else None
+                if asked is not None and asked is not False:
+                    return True
+            return drops is not None and drops(args, kwargs or {})
+
+        return writes_or_draws
+    if kind.fresh:  # a leaf made for each rank's own
+        return lambda args, kwargs: bool(kwargs and kwargs.get("requires_grad"))
+    if kind.name == "__getitem__":
+        return lambda args, kwargs: isinstance(args[1], Tensor) and may_size("__getitem__", args)
+    if kind.name == "where":
+        return lambda args, kwargs: may_size("where", args)
+    return None
+
 
 _ONE_KERNEL = words(
     """
-    add sub mul neg exp log sqrt rsqrt relu sigmoid tanh sin cos cat stack __add__ __radd__ __sub__ __mul__ __rmul__
-    __neg__
+    add sub mul div neg abs square exp log sqrt rsqrt relu gelu silu sigmoid tanh sin cos softmax log_softmax layer_norm
+    clone cat stack mm bmm addmm baddbmm addcmul addcdiv lerp clamp clamp_min clamp_max maximum minimum where gather
+    masked_fill index_select sum mean amax amin argmax argmin cumsum tril triu eq ne lt le gt ge __add__ __radd__
+    __sub__ __mul__ __rmul__ __truediv__ __neg__ __lt__ __le__ __gt__ __ge__ __eq__ __ne__
     """
 )
 
