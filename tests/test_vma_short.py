@@ -4,6 +4,7 @@ were looked at again.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import sys
 import threading
@@ -616,6 +617,142 @@ def written_wider_elsewhere() -> list[Any]:
     return found
 
 
+def lists_and_a_dim() -> list[Any]:
+    x, y, w, v, n, found = of("dp", 2, 2), of("tp", 2, 2), weight(2, 2), weight(2, 2), of((), 2, 2), []
+    for _ in range(4):
+        for pair in ((x, w), [w, x], (w, v), (x, y), [n, w], [x, n], (y, w)):
+            found += [
+                torch.cat(pair, 1),
+                torch.stack(pair, 0),
+                torch.cat(pair),
+                torch.cat((*pair, n)),
+                torch.cat((*pair, pair[0])),
+            ]
+            found += [
+                torch.cat(pair, dim=-1),
+                torch.stack([*pair, pair[1]], 1),
+                torch.cat([x, x, x], 1),
+                torch.cat([*pair, w, n]),
+            ]
+        found += torch.autograd.grad(sum((y * y).sum() for y in found[-63:] if y.requires_grad), (w, v))
+    x.data[0].add_(of("tp")[:2])
+    return [*found, torch.cat([x, n], 1), torch.cat([n, n, x]), torch.stack((x, x, x))]
+
+
+def drawn() -> list[Any]:
+    """Along all axes, along some, along none; told to drop nothing; in place, and of sizes."""
+    x, y, w, found = of("dp"), of(("dp", "tp")), weight(), []
+    z = y * 1.0
+    for how in (None, "dp", ("dp", "tp"), None):
+        with contextlib.nullcontext() if how is None else mc.fork_rng(how):
+            for _ in range(4):
+                found += [
+                    torch.rand(2),
+                    torch.rand((2, 2)),
+                    torch.randn(2, 1, 1, 1),
+                    torch.randint(0, 9, (2,)),
+                    torch.randperm(3),
+                ]
+                found += [
+                    torch.rand_like(x),
+                    torch.randn_like(w),
+                    torch.rand_like(y, dtype=torch.float64),
+                    torch.rand(4) * w,
+                ]
+                found += [
+                    F.dropout(z, 0.5),
+                    F.dropout(z),
+                    F.dropout(y * w, 0.3),
+                    F.dropout(x, 0.0),
+                    F.dropout(w, 0.5, False),
+                ]
+                found += [
+                    z.normal_(),
+                    z.uniform_(1.0, 2.0) * w,
+                    (z * 1.0).bernoulli_(0.5),
+                    torch.rand(2, requires_grad=True),
+                ]
+                q = y.view(1, 1, 2, 2)
+                found += [
+                    F.scaled_dot_product_attention(q, q, q),
+                    F.scaled_dot_product_attention(q, q, q, dropout_p=0.5),
+                ]
+                if how is not None:
+                    found += [
+                        F.dropout(x * 1.0, 0.5) if how == "dp" else x,
+                        (x * 1.0).normal_(),
+                        (x * w).detach().uniform_(),
+                    ]
+                found += [(of(()) * 1.0).normal_(), z.zero_(), z.add_(y)]
+    for refused in (
+        lambda: F.dropout(x, 0.5),
+        lambda: F.dropout(w),
+        lambda: w.detach().requires_grad_().data.normal_(),
+    ):
+        for _ in range(3):
+            try:
+                found.append(refused())
+            except mc.VaryingError as error:
+                found.append(str(error).split(" at ")[0])
+    return found
+
+
+def made_of_numbers() -> list[Any]:
+    w, x, n, found = weight(), of("dp"), torch.tensor(3), []
+    for _ in range(4):
+        found += [
+            torch.zeros(4),
+            torch.ones((2, 2)),
+            torch.full((4,), 2.0) * w,
+            torch.arange(4) * x,
+            torch.eye(2),
+            torch.tensor(1.0),
+        ]
+        found += [torch.tensor([1.0, 2.0]), torch.tensor([[1], [2]]), torch.empty(2, 2, 2, 0), torch.linspace(0, 1, 3)]
+        found += [
+            torch.zeros(4, requires_grad=True) * x,
+            torch.full((4,), x[0]),
+            torch.tensor([x.sum().detach(), 1.0]),
+            torch.arange(n),
+        ]
+        found += [
+            torch.zeros(size=(2,)),
+            torch.ones(2, 2, dtype=torch.int64),
+            torch.tensor([True, False]),
+            torch.zeros(4).add_(x),
+        ]
+    return found
+
+
+def operators() -> list[Any]:
+    x, y, w, found = of("dp", 2, 2), of("tp", 2, 2), weight(2, 2), []
+    for _ in range(4):
+        for each in (x, w, x * w):
+            found += [
+                each**2,
+                2**each,
+                1 - each,
+                2 / each,
+                each.detach() // 2,
+                each % 2,
+                each @ y,
+                each == 0,
+                each != y,
+                each > w,
+            ]
+            found += [
+                each.norm(),
+                *each.split(1),
+                *each.sort(),
+                each.unflatten(0, (1, 2)),
+                (each > 1) & (y > 1),
+                ~(each > 1),
+            ]
+            found += [each**w, each.matmul(w), each @ w[0], each[0] @ w[0]]
+        found += torch.autograd.grad(sum(part.sum() for part in found[-66:] if part.requires_grad), w)
+    return found
+
+
 PROGRAMS: dict[str, Program] = {
     each.__name__.replace("_", " "): each
     for each in (
@@ -624,7 +761,8 @@ PROGRAMS: dict[str, Program] = {
         slices, a_leaf_out_of_sight, changed_out_of_sight, parameters_elsewhere, read_otherwise, set_in_place,
         several_at_once, in_the_image, written_past_a_leaf, narrower_written, narrower_with_a_gradient, views_written,
         views_of_what_is_declared_otherwise, views_of_leaves_written, views_in_other_memory, asked_to_write,
-        masks_and_places, three_of_several_types, several_results, written_wider_elsewhere,
+        masks_and_places, three_of_several_types, several_results, written_wider_elsewhere, lists_and_a_dim,
+        drawn, made_of_numbers, operators,
     )
 }  # fmt: skip
 

@@ -31,8 +31,9 @@ from meshcomm.spmd.types.grids import ANYWHERE, wrote
 from meshcomm.spmd.types.rules.in_place import InPlace
 from meshcomm.spmd.types.rules.operands import SIMPLE, same_place
 from meshcomm.spmd.types.rules.short import ASKS, NUMBERS, SEVERAL, Args, Short, flat_of, simple
-from meshcomm.spmd.types.rules.torch_rules import COMPUTES, KINDS, READS_ROWS
-from meshcomm.spmd.types.seen_changes import AGAIN, NOTED_AT, saw
+from meshcomm.spmd.types.rules.torch_rules import COMPUTES, KINDS, MAKES, READS_ROWS
+from meshcomm.spmd.types.rules.writes import gradients
+from meshcomm.spmd.types.seen_changes import AGAIN, NOTED_AT, saw, stamp
 from meshcomm.spmd.types.sizes.size_rules import may_size
 from meshcomm.spmd.types.sizes.varying_numbers import made, plain
 from meshcomm.spmd.types.vma import (
@@ -87,11 +88,18 @@ class AtOnce(InPlace):
             if (count := len(args)) == 2:
                 a, b = args
                 one, two, three, c = getattr(a, NAME, None), getattr(b, NAME, None), None, None
+                if one is None and two is None and type(a) in SEVERAL and len(a) == 2 and type(b) is int:
+                    a, b = a  # a list, and a dim
+                    one, two, count = getattr(a, NAME, None), getattr(b, NAME, None), 0
             elif count == 1:
                 a, b, two, three, c = args[0], None, None, None, None
-                if type(a) in SEVERAL and len(a) == 2:
-                    a, b = a
-                    two = getattr(b, NAME, None)
+                if type(a) in SEVERAL:
+                    if len(a) == 2:
+                        a, b = a
+                        two = getattr(b, NAME, None)
+                    elif len(a) == 3:
+                        a, b, c = a
+                        two, three = getattr(b, NAME, None), getattr(c, NAME, None)
                 one = getattr(a, NAME, None)
             elif count == 3:
                 a, b, c = args
@@ -102,12 +110,13 @@ class AtOnce(InPlace):
             else:
                 a = b = c = one = two = three = None
             short = self._short.get(func)
-            if short is None or short.one is not one or short.two is not two or short.three is not three:
-                short = self._short.get((func, one, two) if three is None else (func, one, two, three))
-                if short:
-                    self._short[func] = short
-                if three is False:
-                    short = False
+            if short is None or short.one is not one or short.two is not two or short.three is not three:  # noqa: SIM102
+                if short is not ASKS:
+                    short = self._short.get((func, one, two) if three is None else (func, one, two, three))
+                    if short:
+                        self._short[func] = short
+                    if three is False:
+                        short = False
             if not short:
                 pass
             elif (
@@ -136,24 +145,40 @@ class AtOnce(InPlace):
                 or functorch_active()
                 or (short.unless is not None and short.unless(args, kwargs))
                 or (
+                    short.drops is not None
+                    and not (short.whole is not None and self._draws_own(short.whole))
+                    and short.drops(args, kwargs or {})
+                )
+                or (
                     short.mark is not (mark := wrote.mark)
                     and (short.looked is mark or self._looks(short, mark))
                     and (
                         (
-                            two is not None
+                            short.wide_two
                             and (written := getattr(b.untyped_storage(), WRITTEN, None)) is not None
                             and not no_wider(written, two, self.grid)
                         )
                         or (
-                            not short.in_place  # where that lies is looked at below
+                            short.wide_one  # nothing in place: where that lies is looked at below
                             and (written := getattr(a.untyped_storage(), WRITTEN, None)) is not None
                             and not no_wider(written, one, self.grid)
                         )
-                        or (three is not None and self._wider(args))
+                        or (
+                            three is not None
+                            and (
+                                self._wider(args)
+                                if c is None
+                                else (written := getattr(c.untyped_storage(), WRITTEN, None)) is not None
+                                and not no_wider(written, three, self.grid)
+                            )
+                        )
                     )
                 )
             ):
                 short = False
+            elif short.makes:
+                if not simple(args if one is None else args[1:]):
+                    short = False
             elif not short.in_place:
                 if ((at := a._version) and at != getattr(a, NOTED_AT, 0)) or (one.plain and a.requires_grad):
                     short = False
@@ -168,17 +193,20 @@ class AtOnce(InPlace):
                     or getattr(a.untyped_storage(), AGAIN, None) is not again
                     or lent
                     or (a.requires_grad and (one.plain or is_grad_enabled() or not a.is_leaf))
+                    or (short.draws and self._drawn_along() != one.axes)
                 ):
                     short = False
         except (RuntimeError, TypeError, AttributeError, ValueError):
             short = False  # an inference tensor does not count its changes; what was saved with a type has none
         if not short:
-            if short is ASKS and not kwargs and (b is None or type(b) is int):
+            if short is ASKS and not kwargs and (count == 1 or (count == 2 and type(b) is int)):
                 return func(*args)
             result, whole, graph, alone, at = self._one_by_one(func, args, kwargs, short)
             if whole is None:
                 return result
             two = three = None if alone else whole
+        elif short.makes:
+            return self._made(func, args, kwargs, short)
         elif short.in_place:
             result = func(*args, **kwargs) if kwargs else func(*args)
             span, after = again.span, a._version
@@ -194,8 +222,13 @@ class AtOnce(InPlace):
             return result
         else:
             if (whole := short.whole) is None:  # it says where
-                met: Any = (one, two) if three is None else (one, three) if two is None else (one, two, three)
-                whole = self._joined_here(met, short.name, sys._getframe(1))
+                frame = sys._getframe(1)
+                code, place, whole = short.met
+                if code is not frame.f_code or place != frame.f_lasti:
+                    met: Any = (one, two) if three is None else (one, three) if two is None else (one, two, three)
+                    whole = self._joined_here(met, short.name, frame)
+                    if not is_ours(frame.f_code.co_filename):
+                        short.met = frame.f_code, frame.f_lasti, whole
             lacks, quick = short.lacks, False
             if (
                 lacks is not None
@@ -240,7 +273,8 @@ class AtOnce(InPlace):
                         self._not_into_varied(error, short.name)
                     raise
             if short.shares:
-                self._shares(a)
+                if not one.plain or gradients.any:
+                    self._shares(a)
             elif short.fresh and one.axes:
                 alike(result, one)
             if short.one_kernel and (not types or type(result) is Tensor):
@@ -277,6 +311,15 @@ class AtOnce(InPlace):
             self._note_parts(result, whole, graph, args)
         return result
 
+    def _made(self, func: Any, args: Args, kwargs: Any, short: Short) -> Any:
+        """What is made of simple values, or in the image of something of which nothing else matters."""
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if type(result) is Tensor:
+            kind = self._random(short.name) if short.draws else INVARIANT
+            result._meshcomm_type = kind.seen(False)  # type: ignore[attr-defined]
+            stamp(result)
+        return result
+
     def _note_parts(self, result: Any, whole: Type, graph: bool, args: Args) -> None:
         """Note the type of each tensor that was given, some of which may have been there before."""
         for part in result if isinstance(result, tuple) else (result,):
@@ -308,8 +351,13 @@ class AtOnce(InPlace):
         if way is COMPUTES:
             return self._in_place(kind, func, args, kwargs, short), None, False, False, 0
         if not way:
-            if kind.asks and not kwargs and 0 < len(args) <= 2 and type(one := getattr(args[0], NAME, None)) is Type:
-                self._short[func, one, None] = ASKS
+            if kind.asks:
+                self._short[func] = ASKS
+            return self._operation(kind, func, args, kwargs), None, False, False, 0
+        if way is MAKES:
+            known = bool(args) and kind.name.endswith("_like") and getattr(args[0], NAME, None) is not None
+            if short is None and simple(args[known:]) and not kind.unless(args, kwargs):  # type: ignore[misc]
+                self._shorten(kind, func, args, INVARIANT)
             return self._operation(kind, func, args, kwargs), None, False, False, 0
         if kind.unless is not None and kind.unless(args, kwargs):
             return self._operation(kind, func, args, kwargs), None, False, False, 0
@@ -371,6 +419,8 @@ class AtOnce(InPlace):
         transformed = functorch_active()
         if whole is None or (transformed and (slow or uneven or flat is not args or kind.shares)):
             return self._operation(kind, func, args, kwargs), None, False, False, 0
+        if kind.drops is not None and (uneven or not self._draws_own(whole)) and kind.drops(args, kwargs or {}):
+            return self._operation(kind, func, args, kwargs), None, False, False, 0
         fresh = kind.fresh
         if fresh:
             like, whole, graph = whole, INVARIANT, False
@@ -384,8 +434,10 @@ class AtOnce(InPlace):
         if short is None:
             if kind.alike or fresh:
                 self._shorten(kind, func, args, joined)
-            elif flat is args or (len(flat) == 2 and len(args) == 1):
+            elif flat is args or len(flat) == len(args) + 1 == 2 or (len(flat) == 3 and not uneven and len(args) == 1):
                 self._shorten(kind, func, flat, joined)
+            elif len(flat) == len(args) + 1 == 3 and type(args[1]) is int:
+                self._shorten(kind, func, flat[:2], joined)
         if (
             uneven
             and graph
@@ -453,7 +505,7 @@ class AtOnce(InPlace):
         axes, if it has a gradient. ``at``: how often the one was changed, if it is one.
         """
         if short.narrow < 0:
-            flat = args if len(args) > 1 else pair
+            flat = pair if type(args[0]) in SEVERAL else args
             given = self._evened_at_once(whole.axes, short.name, flat, flat)
         else:
             x = pair[short.narrow]
@@ -468,7 +520,7 @@ class AtOnce(InPlace):
             given = (pair[0], y) if short.narrow else (y, pair[1])
             if len(args) > 2:
                 given = (*given, *args[2:])
-        return given if len(args) > 1 else ([*given],)
+        return ([*given], *args[1:]) if type(args[0]) in SEVERAL else given
 
     def _varied_before(self, x: Tensor, at: int, axes: frozenset[str]) -> Tensor | None:
         """The pvary of ``x``, changed so often, that vary would give, if it was made before."""

@@ -89,14 +89,18 @@ class InPlace(Shorts, Writes):
         if (
             again is None
             or functorch_active()
-            or (kind.overwrites and not even and mine.axes)  # what is the same everywhere makes it so
+            or (
+                self._drawn_along() != mine.axes
+                if kind.random
+                else kind.overwrites and not even and mine.axes  # what is the same everywhere makes it so
+            )
         ):
             return self._operation(kind, func, args, kwargs)
         result = func(*args, **kwargs) if kwargs else func(*args)
         after = x._version
         if (span := again.span) is not None and span[1] == before:  # as saw does it
             span[1] = again.at = x._meshcomm_version = owner._meshcomm_version = after
-            if short is None and (owner is x or even or not kind.overwrites):
+            if short is None and (owner is x or even or kind.random or not kind.overwrites):
                 self._shorten(kind, func, args, mine)
         else:
             saw(x, before, after)

@@ -5,13 +5,14 @@ than these and their changes are looked at when it comes again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
 
 from meshcomm.spmd.types.grids import ANY, Grid
 from meshcomm.spmd.types.rules.operands import SIMPLE
-from meshcomm.spmd.types.rules.torch_rules import COMPUTES, Kind
+from meshcomm.spmd.types.rules.torch_rules import COMPUTES, MAKES, Kind
 from meshcomm.spmd.types.seen_changes import NOTED_AT
 from meshcomm.spmd.types.vma import NAME, WRITTEN, Type, no_wider, one_of
 
@@ -20,7 +21,13 @@ SEVERAL = frozenset((list, tuple))
 """Types of rows of operands."""
 NUMBERS = frozenset((tuple, list, slice, torch.Size))
 """Types of values that have simple ones in them."""
-ASKS: Any = ()
+
+
+class _Asks(tuple[()]):
+    one = False
+
+
+ASKS: Any = _Asks()
 """In place of a Short: it tells how a tensor is seen."""
 _MOST = 4096
 """Of so many operations this is remembered."""
@@ -30,17 +37,18 @@ class Short:
     """How an operation is seen on operands of these types, one to three, beside simple values."""
 
     __slots__ = (
-        "fresh", "graph", "in_place", "lacks", "looked", "mark", "name", "narrow", "one", "one_kernel", "shares",
-        "three", "two", "unless", "whole", "within",
+        "draws", "drops", "fresh", "graph", "in_place", "lacks", "looked", "makes", "mark", "met", "name", "narrow",
+        "one", "one_kernel", "shares", "three", "two", "unless", "whole", "wide_one", "wide_two", "within",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, types: Sequence[Type], whole: Type | None, grid: Grid) -> None:
-        self.one: Type = types[0]
+        self.one = types[0] if types else None
         """The types of the operands; None where there is none."""
         self.two: Type | None = None
         self.three: Type | None = None
         self.name, self.one_kernel, self.in_place = kind.name, kind.one_kernel, kind.way is COMPUTES
-        self.graph = not (kind.fresh or all([each.plain for each in types]))  # noqa: C419 -- half of a generator
+        self.makes, self.drops, self.draws = kind.way is MAKES, kind.drops, kind.random
+        self.graph = not (kind.fresh or self.makes or all([each.plain for each in types]))  # noqa: C419 -- half of a generator
         """Whether an operand may have a gradient."""
         self.whole = whole if self.graph or whole is None else whole.seen(False)
         """The type of what it gives; None: that depends on where they meet."""
@@ -51,6 +59,10 @@ class Short:
         """When that was last found to be so."""
         self.looked: object = None
         """When it was last found to be otherwise: what was written into each operand is looked at."""
+        self.wide_one = self.wide_two = True
+        """Whether what was written into the first and the second one is looked at then."""
+        self.met: tuple[CodeType | None, int, Any] = None, 0, None
+        """What they make together at an instruction, if that depends on where they meet: the last one of a user's."""
         self.unless = kind.unless if len(types) > 1 or kind.sized < 2 else None
         self.shares, self.fresh = kind.shares, kind.fresh
         self.lacks: frozenset[str] | None = None
@@ -74,12 +86,12 @@ class Shorts:
         """Remember how this operation is seen on operands of these types. ``whole``: what they make together, if it is
         a type wherever they meet.
         """
-        if getattr(flat[0], NAME, None) is None:
+        if kind.way is not MAKES and getattr(flat[0], NAME, None) is None:
             return
         found = [getattr(x, NAME, None) for x in flat]
         types = [each for each in found if each is not None]
-        one, two = found[0], found[1] if len(found) > 1 else None
-        rest = types[1 + (two is not None) :]
+        one, two = found[0] if found else None, found[1] if len(found) > 1 else None
+        rest = types[(one is not None) + (two is not None) :]
         if rest and rest.count(rest[0]) < len(rest):
             return
         key = (func, one, two, *rest[:1])
@@ -105,6 +117,9 @@ class Shorts:
         if self.grid.written <= short.within:
             short.mark = mark
             return False
+        written = self.grid.written
+        short.wide_one = not (short.in_place or short.one is None or written <= short.one.axes)
+        short.wide_two = not (short.two is None or written <= short.two.axes)
         short.looked = mark
         return True
 

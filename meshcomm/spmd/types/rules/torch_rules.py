@@ -140,9 +140,10 @@ class Kind:
     """How to see at once what it does, where all types are known: one of those below, or 0."""
 
 
-READS, READS_ROWS, COMPUTES = 1, 2, 3
+READS, READS_ROWS, COMPUTES, MAKES = 1, 2, 3, 4
 """Ordinary, and by its schemas it writes into nothing but an ``out=``, and one tensor alone gives no sizes; the same,
-where the first argument may be a list of tensors; computes in place."""
+where the first argument may be a list of tensors; computes in place; makes a tensor of simple values, or of random
+numbers in the image of another."""
 
 
 def _kind(func: Any) -> Kind:
@@ -191,6 +192,8 @@ def _kind(func: Any) -> Kind:
         and (func in _PURE or only_reads(func))
     ):
         way = READS_ROWS if takes_rows(func) else READS
+    elif name in _MAKES and not isinstance(func, FunctionType):
+        way = MAKES
     return replace(
         kind,
         ordinary=ordinary,
@@ -200,6 +203,13 @@ def _kind(func: Any) -> Kind:
     )
 
 
+_MAKES = words(
+    """
+    zeros ones empty full arange linspace logspace eye tensor scalar_tensor rand randn randint randperm rand_like
+    randn_like randint_like
+    """
+)
+
 _PURE = frozenset(
     [getattr(functional, name) for name in words(
         """
@@ -207,31 +217,32 @@ _PURE = frozenset(
         hardsigmoid glu layer_norm group_norm rms_norm normalize pad embedding dropout cross_entropy nll_loss mse_loss
         l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits
         """
-    )] + [getattr(Tensor, name) for name in words("float half bfloat16 double int long short bool cpu")]
+    )] + [getattr(Tensor, name) for name in words(
+        """
+        float half bfloat16 double int long short bool cpu norm sort split unflatten __eq__ __pow__ __rpow__ __rsub__
+        __rdiv__ __rtruediv__ __floordiv__ __rfloordiv__ __rmod__ __matmul__ __rmatmul__ __and__ __or__ __xor__
+        """
+    )]
 )  # fmt: skip
 """Functions that have no schema and write into nothing, unless ``_unless`` says so: what most models call."""
 
 
 def _unless(func: Any, kind: Kind) -> Callable[[tuple[Any, ...], dict[str, Any] | None], bool] | None:
-    """Says of a call that it is none of those that are seen at once: it writes, draws, or is of a size that depends on
-    data.
+    """Says of a call that it is none of those that are seen at once: it writes, makes a leaf, or is of a size that
+    depends on data.
     """
-    place = -1
-    name = "max_norm" if func is functional.embedding else "inplace"
-    if isinstance(func, FunctionType):
-        place = next((i for i, each in enumerate(inspect.signature(func).parameters) if each == name), -1)
-    drops = kind.drops
-    if place >= 0 or drops is not None:
+    place, name = -1, kind.name
+    asks = "max_norm" if func is functional.embedding else "inplace"
+    if isinstance(func, FunctionType) and func in vars(functional).values():
+        place = next((i for i, each in enumerate(inspect.signature(func).parameters) if each == asks), -1)
+    if place >= 0:
 
-        def writes_or_draws(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-            if place >= 0:
-                asked = args[place] if len(args) > place else kwargs.get(name) if kwargs else None
-                if asked is not None and asked is not False:
-                    return True
-            return drops is not None and drops(args, kwargs or {})
+        def writes(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+            asked = args[place] if len(args) > place else kwargs.get(asks) if kwargs else None
+            return asked is not None and asked is not False
 
-        return writes_or_draws
-    if kind.fresh:  # a leaf made for each rank's own
+        return writes
+    if kind.fresh or name in _MAKES:  # a leaf made for each rank's own
         return lambda args, kwargs: bool(kwargs and kwargs.get("requires_grad"))
     if kind.name == "__getitem__":
         return lambda args, kwargs: isinstance(args[1], Tensor) and may_size("__getitem__", args)
@@ -278,7 +289,7 @@ _COMPUTES = words(
     """
     add_ sub_ mul_ div_ addcmul_ addcdiv_ lerp_ clamp_ clamp_min_ clamp_max_ pow_ neg_ abs_ sqrt_ rsqrt_ exp_ log_ relu_
     sigmoid_ tanh_ clip_ square_ reciprocal_ masked_fill_ addmm_ index_add_ index_copy_ scatter_ scatter_add_ __iadd__
-    __isub__ __imul__ __itruediv__ __setitem__ copy_ fill_ zero_
+    __isub__ __imul__ __itruediv__ __setitem__ copy_ fill_ zero_ normal_ uniform_ bernoulli_ exponential_ random_
     """
 )
 
