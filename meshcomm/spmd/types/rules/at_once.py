@@ -31,8 +31,7 @@ from meshcomm.spmd.types.grids import ANYWHERE, wrote
 from meshcomm.spmd.types.rules.in_place import InPlace
 from meshcomm.spmd.types.rules.operands import SIMPLE, same_place
 from meshcomm.spmd.types.rules.short import ASKS, NUMBERS, SEVERAL, Args, Short, flat_of, simple
-from meshcomm.spmd.types.rules.torch_rules import COMPUTES, KINDS, MAKES, READS_ROWS
-from meshcomm.spmd.types.rules.writes import gradients
+from meshcomm.spmd.types.rules.torch_rules import COMPUTES, KINDS, MAKES, READS_ROWS, Kind
 from meshcomm.spmd.types.seen_changes import AGAIN, NOTED_AT, saw, stamp
 from meshcomm.spmd.types.sizes.size_rules import may_size
 from meshcomm.spmd.types.sizes.varying_numbers import made, plain
@@ -143,12 +142,7 @@ class AtOnce(InPlace):
                     )
                 )
                 or functorch_active()
-                or (short.unless is not None and short.unless(args, kwargs))
-                or (
-                    short.drops is not None
-                    and not (short.whole is not None and self._draws_own(short.whole))
-                    and short.drops(args, kwargs or {})
-                )
+                or (short.asks and self._not_at_once(short, short.whole, args, kwargs))
                 or (
                     short.mark is not (mark := wrote.mark)
                     and (short.looked is mark or self._looks(short, mark))
@@ -176,13 +170,10 @@ class AtOnce(InPlace):
                 )
             ):
                 short = False
-            elif short.makes:
-                if not simple(args if one is None else args[1:]):
-                    short = False
-            elif not short.in_place:
+            elif short.reads:
                 if ((at := a._version) and at != getattr(a, NOTED_AT, 0)) or (one.plain and a.requires_grad):
                     short = False
-            else:
+            elif short.in_place:
                 base = None
                 if (again := getattr(a, AGAIN, None)) is None and getattr(base := a._base, NAME, None) is one:
                     again = getattr(base, AGAIN, None)  # views count together with what they are of
@@ -193,9 +184,10 @@ class AtOnce(InPlace):
                     or getattr(a.untyped_storage(), AGAIN, None) is not again
                     or lent
                     or (a.requires_grad and (one.plain or is_grad_enabled() or not a.is_leaf))
-                    or (short.draws and self._drawn_along() != one.axes)
                 ):
                     short = False
+            elif not simple(args if one is None else args[1:]):
+                short = False
         except (RuntimeError, TypeError, AttributeError, ValueError):
             short = False  # an inference tensor does not count its changes; what was saved with a type has none
         if not short:
@@ -205,9 +197,9 @@ class AtOnce(InPlace):
             if whole is None:
                 return result
             two = three = None if alone else whole
-        elif short.makes:
-            return self._made(func, args, kwargs, short)
-        elif short.in_place:
+        elif not short.reads:
+            if not short.in_place:
+                return self._made(func, args, kwargs, short)
             result = func(*args, **kwargs) if kwargs else func(*args)
             span, after = again.span, a._version
             if span[1] == at:  # as saw does it
@@ -229,59 +221,49 @@ class AtOnce(InPlace):
                     whole = self._joined_here(met, short.name, frame)
                     if not is_ours(frame.f_code.co_filename):
                         short.met = frame.f_code, frame.f_lasti, whole
-            lacks, quick = short.lacks, False
-            if (
-                lacks is not None
-                and short.narrow >= 0
-                and not types
-                and not kwargs
-                and count == 2
-                and is_grad_enabled()
-            ):
-                if short.narrow:
-                    x, at_x = b, of_b
-                else:
-                    x, at_x = a, at
-                entry = self._pvaried.get(id(x))
-                try:  # as `_varied_before` does it, of a leaf for which the same was asked last
-                    quick = (
-                        entry is not None
-                        and entry.again is lacks
-                        and entry.newest
-                        and entry.version == at_x
-                        and x.requires_grad
-                        and x.dtype is entry.dtype
-                        and entry.lies_as(x)
-                    )
-                except RuntimeError:
-                    quick = False
-            if lacks is None:
+            if (lacks := short.lacks) is None:
                 result = func(*args, **kwargs) if kwargs else func(*args)
             else:
-                if quick:
-                    given = (a, entry.varied) if short.narrow else (entry.varied, b)
-                else:
-                    x, at_x = (b, of_b) if short.narrow > 0 else (a, at)
+                quick, given = False, args
+                x, at_x = (b, of_b) if short.narrow > 0 else (a, at)
+                if short.narrow >= 0 and count == 2 and not kwargs and is_grad_enabled():
+                    entry = self._pvaried.get(id(x))
+                    try:  # as `_varied_before` does it, of a leaf for which the same was asked last
+                        quick = (
+                            entry is not None
+                            and entry.again is lacks
+                            and entry.newest
+                            and entry.version == at_x
+                            and x.requires_grad
+                            and x.dtype is entry.dtype
+                            and entry.lies_as(x)
+                        )
+                    except RuntimeError:
+                        quick = False
+                if not quick:
                     if count == 2 and short.narrow >= 0 and (y := self._varied_before(x, at_x, lacks)) is not None:
                         given = (a, y) if short.narrow else (y, b)
                     else:
                         given = self._evened_pair(short, whole, args, (a, b), at_x)
                 try:
-                    result = func(*given, **kwargs) if kwargs else func(*given)
+                    if quick:
+                        result = func(a, entry.varied) if short.narrow else func(entry.varied, b)
+                    else:
+                        result = func(*given, **kwargs) if kwargs else func(*given)
                 except RuntimeError as error:
-                    if given is not args:
+                    if quick or given is not args:
                         self._not_into_varied(error, short.name)
                     raise
-            if short.shares:
-                if not one.plain or gradients.any:
-                    self._shares(a)
-            elif short.fresh and one.axes:
-                alike(result, one)
+                if quick and short.varies and not types:
+                    result._meshcomm_type = whole.seen(True) if whole.plain else whole
+                    return result
             if short.one_kernel and (not types or type(result) is Tensor):
                 if short.graph and whole.plain == result.requires_grad:
                     whole = whole.seen(whole.plain)
                 result._meshcomm_type = whole
                 return result
+            if short.notes:
+                self._note_more(short, a, result)
             graph = short.graph
         if type(result) is Tensor and getattr(result, NAME, None) is None:  # as note does it
             if (graph or (kwargs and "requires_grad" in kwargs)) and whole.plain == result.requires_grad:
@@ -311,11 +293,30 @@ class AtOnce(InPlace):
             self._note_parts(result, whole, graph, args)
         return result
 
+    def _not_at_once(self, kind: Kind | Short, whole: Type | None, args: Args, kwargs: Any) -> bool:
+        """Whether such a call, on operands that are of this type together, goes the long way: it writes without saying
+        so, or mixes random numbers into what is the same on every rank.
+        """
+        if kind.random and kind.in_place:
+            return whole is not None and self._drawn_along() != whole.axes
+        return (kind.unless is not None and kind.unless(args, kwargs)) or (
+            kind.drops is not None
+            and not (whole is not None and self._draws_own(whole))
+            and kind.drops(args, kwargs or {})
+        )
+
+    def _note_more(self, kind: Kind | Short, x: Tensor, result: Tensor) -> None:
+        """Note what else there is of what has the memory of ``x``, or was made in its image."""
+        if kind.shares:
+            self._shares(x)
+        elif (mine := getattr(x, NAME)).axes:
+            alike(result, mine)
+
     def _made(self, func: Any, args: Args, kwargs: Any, short: Short) -> Any:
         """What is made of simple values, or in the image of something of which nothing else matters."""
         result = func(*args, **kwargs) if kwargs else func(*args)
         if type(result) is Tensor:
-            kind = self._random(short.name) if short.draws else INVARIANT
+            kind = self._random(short.name) if short.random else INVARIANT
             result._meshcomm_type = kind.seen(False)  # type: ignore[attr-defined]
             stamp(result)
         return result
@@ -358,8 +359,6 @@ class AtOnce(InPlace):
             known = bool(args) and kind.name.endswith("_like") and getattr(args[0], NAME, None) is not None
             if short is None and simple(args[known:]) and not kind.unless(args, kwargs):  # type: ignore[misc]
                 self._shorten(kind, func, args, INVARIANT)
-            return self._operation(kind, func, args, kwargs), None, False, False, 0
-        if kind.unless is not None and kind.unless(args, kwargs):
             return self._operation(kind, func, args, kwargs), None, False, False, 0
         if way is READS_ROWS:
             flat = flat_of(args)
@@ -419,11 +418,11 @@ class AtOnce(InPlace):
         transformed = functorch_active()
         if whole is None or (transformed and (slow or uneven or flat is not args or kind.shares)):
             return self._operation(kind, func, args, kwargs), None, False, False, 0
-        if kind.drops is not None and (uneven or not self._draws_own(whole)) and kind.drops(args, kwargs or {}):
+        if self._not_at_once(kind, None if uneven else whole, args, kwargs):
             return self._operation(kind, func, args, kwargs), None, False, False, 0
         fresh = kind.fresh
         if fresh:
-            like, whole, graph = whole, INVARIANT, False
+            whole, graph = INVARIANT, False
             if not simple(args[1:]):
                 return self._operation(kind, func, args, kwargs), None, False, False, 0
         given, joined = args, whole
@@ -451,10 +450,8 @@ class AtOnce(InPlace):
             if given is not args:
                 self._not_into_varied(error, kind.name)
             raise
-        if kind.shares:
-            self._shares(args[0])
-        elif fresh and like.axes:
-            alike(result, like)
+        if kind.shares or fresh:
+            self._note_more(kind, args[0], result)
         if transformed:
             self._note_all(result, whole, [x for x in flat if isinstance(x, Tensor)])
             return result, None, False, False, 0

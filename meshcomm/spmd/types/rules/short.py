@@ -37,8 +37,9 @@ class Short:
     """How an operation is seen on operands of these types, one to three, beside simple values."""
 
     __slots__ = (
-        "draws", "drops", "fresh", "graph", "in_place", "lacks", "looked", "makes", "mark", "met", "name", "narrow",
-        "one", "one_kernel", "shares", "three", "two", "unless", "whole", "wide_one", "wide_two", "within",
+        "asks", "drops", "graph", "in_place", "lacks", "looked", "mark", "met", "name", "narrow", "notes", "one",
+        "one_kernel", "random", "reads", "shares", "three", "two", "unless", "varies", "whole", "wide_one", "wide_two",
+        "within",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, types: Sequence[Type], whole: Type | None, grid: Grid) -> None:
@@ -47,8 +48,8 @@ class Short:
         self.two: Type | None = None
         self.three: Type | None = None
         self.name, self.one_kernel, self.in_place = kind.name, kind.one_kernel, kind.way is COMPUTES
-        self.makes, self.drops, self.draws = kind.way is MAKES, kind.drops, kind.random
-        self.graph = not (kind.fresh or self.makes or all([each.plain for each in types]))  # noqa: C419 -- half of a generator
+        self.drops, self.random = kind.drops, kind.random
+        self.graph = not (kind.fresh or kind.way is MAKES or all([each.plain for each in types]))  # noqa: C419 -- half of a generator
         """Whether an operand may have a gradient."""
         self.whole = whole if self.graph or whole is None else whole.seen(False)
         """The type of what it gives; None: that depends on where they meet."""
@@ -64,9 +65,13 @@ class Short:
         self.met: tuple[CodeType | None, int, Any] = None, 0, None
         """What they make together at an instruction, if that depends on where they meet: the last one of a user's."""
         self.unless = kind.unless if len(types) > 1 or kind.sized < 2 else None
-        self.shares, self.fresh = kind.shares, kind.fresh
+        self.asks = self.unless is not None or self.drops is not None or self.random
+        self.shares, self.notes = kind.shares, kind.shares or kind.fresh
+        self.reads = not (self.in_place or kind.way is MAKES)
         self.lacks: frozenset[str] | None = None
         """The axes along which an operand is to be varied, if it has a gradient: some of them, if there are several."""
+        self.varies = kind.one_kernel and not kind.counts
+        """Nothing is to be asked of what it gives where an operand has a gradient."""
         self.narrow = 0
         """Which one of two; -1: it is none of two, or more than one may be."""
         uneven = [each.axes for each in types if each.axes is not types[0].axes]

@@ -134,6 +134,8 @@ class Kind:
     """None of these."""
     one_kernel: bool = False
     """One kernel makes its result, which has not been changed since."""
+    counts: bool = False
+    """What it gives has no gradient."""
     unless: Callable[[tuple[Any, ...], dict[str, Any] | None], bool] | None = None
     """Whether a call of it is none of those that are seen at once."""
     way: int = 0
@@ -199,6 +201,7 @@ def _kind(func: Any) -> Kind:
         ordinary=ordinary,
         way=way,
         one_kernel=way in (READS, READS_ROWS) and name in _ONE_KERNEL,
+        counts=name in _COUNTS,
         unless=_unless(func, kind) if way else None,
     )
 
@@ -251,12 +254,13 @@ def _unless(func: Any, kind: Kind) -> Callable[[tuple[Any, ...], dict[str, Any] 
     return None
 
 
-_ONE_KERNEL = words(
+_COUNTS = words("argmax argmin eq ne lt le gt ge __lt__ __le__ __gt__ __ge__ __eq__ __ne__")
+_ONE_KERNEL = _COUNTS | words(
     """
     add sub mul div neg abs square exp log sqrt rsqrt relu gelu silu sigmoid tanh sin cos softmax log_softmax layer_norm
     clone cat stack mm bmm addmm baddbmm addcmul addcdiv lerp clamp clamp_min clamp_max maximum minimum where gather
-    masked_fill index_select sum mean amax amin argmax argmin cumsum tril triu eq ne lt le gt ge __add__ __radd__
-    __sub__ __mul__ __rmul__ __truediv__ __neg__ __lt__ __le__ __gt__ __ge__ __eq__ __ne__
+    masked_fill index_select sum mean amax amin cumsum tril triu __add__ __radd__ __sub__ __mul__ __rmul__ __truediv__
+    __neg__
     """
 )
 
