@@ -749,6 +749,7 @@ def operators() -> list[Any]:
                 ~(each > 1),
             ]
             found += [each**w, each.matmul(w), each @ w[0], each[0] @ w[0]]
+            assert [each == None, each == "a", each != "a"] == [False, False, True]  # noqa: E711 -- as Python has it
         found += torch.autograd.grad(sum(part.sum() for part in found[-66:] if part.requires_grad), w)
     return found
 

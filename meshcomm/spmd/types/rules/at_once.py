@@ -17,21 +17,22 @@ together by these types and, where it says where it happened, by the instruction
 from __future__ import annotations
 
 import sys
-from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from meshcomm._torch import functorch_active, unwrap_if_dead
-from meshcomm.runtime.callsite import is_ours, outermost
+from meshcomm._torch import functorch_active
+from meshcomm.runtime.callsite import is_ours
 from meshcomm.spmd.types.core import untraceable
 from meshcomm.spmd.types.foreign_memory import lent
 from meshcomm.spmd.types.grids import ANYWHERE, wrote
 from meshcomm.spmd.types.rules.in_place import InPlace
-from meshcomm.spmd.types.rules.operands import SIMPLE, same_place
+from meshcomm.spmd.types.rules.operands import SIMPLE
+from meshcomm.spmd.types.rules.several import Several
 from meshcomm.spmd.types.rules.short import ASKS, NUMBERS, SEVERAL, Args, Short, flat_of, simple
 from meshcomm.spmd.types.rules.torch_rules import COMPUTES, KINDS, MAKES, READS_ROWS, Kind
+from meshcomm.spmd.types.rules.writes import gradients
 from meshcomm.spmd.types.seen_changes import AGAIN, NOTED_AT, saw, stamp
 from meshcomm.spmd.types.sizes.size_rules import may_size
 from meshcomm.spmd.types.sizes.varying_numbers import made, plain
@@ -42,23 +43,15 @@ from meshcomm.spmd.types.vma import (
     WRITTEN,
     Type,
     alike,
-    join,
     no_wider,
     note_base,
     writes,
 )
 from meshcomm.watch import here
 
-_NONE = None, None
-_NOWHERE: dict[Any, Any] = {}
-_MOST = 1024
-"""Joins that are remembered: of as many types, and of one pair at as many places."""
 
-
-class AtOnce(InPlace):
+class AtOnce(Several, InPlace):
     """Sees every operation, most of them at once; the others go the long way."""
-
-    _joined: dict[tuple[Type, ...], Type | dict[tuple[int, int, str], tuple[CodeType, Type]]]
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         # All in one: a call of Python is what two of these look-ups cost.
@@ -84,30 +77,31 @@ class AtOnce(InPlace):
         whole: Any
         result: Any
         try:
+            three = c = None
             if (count := len(args)) == 2:
                 a, b = args
-                one, two, three, c = getattr(a, NAME, None), getattr(b, NAME, None), None, None
+                one, two = getattr(a, NAME, None), getattr(b, NAME, None)
                 if one is None and two is None and type(a) in SEVERAL and len(a) == 2 and type(b) is int:
                     a, b = a  # a list, and a dim
                     one, two, count = getattr(a, NAME, None), getattr(b, NAME, None), 0
             elif count == 1:
-                a, b, two, three, c = args[0], None, None, None, None
-                if type(a) in SEVERAL:
+                a = args[0]
+                b = two = None
+                if (one := getattr(a, NAME, None)) is None and type(a) in SEVERAL:
                     if len(a) == 2:
                         a, b = a
-                        two = getattr(b, NAME, None)
+                        one, two = getattr(a, NAME, None), getattr(b, NAME, None)
                     elif len(a) == 3:
                         a, b, c = a
-                        two, three = getattr(b, NAME, None), getattr(c, NAME, None)
-                one = getattr(a, NAME, None)
+                        one, two, three = getattr(a, NAME, None), getattr(b, NAME, None), getattr(c, NAME, None)
             elif count == 3:
                 a, b, c = args
                 one, two, three = getattr(a, NAME, None), getattr(b, NAME, None), getattr(c, NAME, None)
             elif count and getattr(args[0], NAME, None) is not None:
                 a, b, *rest = args
-                one, two, three, c = getattr(a, NAME, None), getattr(b, NAME, None), self._third(rest), None
+                one, two, three = getattr(a, NAME, None), getattr(b, NAME, None), self._third(rest)
             else:
-                a = b = c = one = two = three = None
+                a = b = one = two = None
             short = self._short.get(func)
             if short is None or short.one is not one or short.two is not two or short.three is not three:  # noqa: SIM102
                 if short is not ASKS:
@@ -262,7 +256,7 @@ class AtOnce(InPlace):
                     whole = whole.seen(whole.plain)
                 result._meshcomm_type = whole
                 return result
-            if short.notes:
+            if short.notes and (gradients.any or not (short.shares and one.plain)):
                 self._note_more(short, a, result)
             graph = short.graph
         if type(result) is Tensor and getattr(result, NAME, None) is None:  # as note does it
@@ -315,9 +309,18 @@ class AtOnce(InPlace):
     def _made(self, func: Any, args: Args, kwargs: Any, short: Short) -> Any:
         """What is made of simple values, or in the image of something of which nothing else matters."""
         result = func(*args, **kwargs) if kwargs else func(*args)
+        kind: Any = INVARIANT
+        if short.random:
+            frame = sys._getframe(2)
+            code, place, kind = short.met
+            if here.draws_along is not None:
+                kind = self._random(short.name).seen(False)
+            elif code is not frame.f_code or place != frame.f_lasti:
+                kind = self._random(short.name).seen(False)
+                if not is_ours(frame.f_code.co_filename):
+                    short.met = frame.f_code, frame.f_lasti, kind
         if type(result) is Tensor:
-            kind = self._random(short.name) if short.random else INVARIANT
-            result._meshcomm_type = kind.seen(False)  # type: ignore[attr-defined]
+            result._meshcomm_type = kind  # type: ignore[attr-defined]
             stamp(result)
         return result
 
@@ -459,108 +462,3 @@ class AtOnce(InPlace):
             setattr(result, NAME, whole.seen(result.requires_grad) if graph else whole)
             return result, None, False, False, 0
         return result, whole, graph, second is None, at
-
-    # ------------------------------------------------------------------------------------------------ of several types
-
-    def _joined_here(self, types: tuple[Type, ...], name: str, frame: FrameType) -> Type:
-        """The type of what is made of operands of these types by the instruction of this frame, where it matters."""
-        joined: Any = self._joined.get(types, _NOWHERE)
-        if type(joined) is Type:
-            return joined
-        found = joined.get((id(frame.f_code), frame.f_lasti, name))
-        if found is not None:
-            return found[1]  # type: ignore[no-any-return]
-        if is_ours(frame.f_code.co_filename):
-            frame = outermost(frame)
-        place = id(frame.f_code), frame.f_lasti, name
-        found = joined.get(place)
-        return self._join(types, name, place, frame) if found is None else found[1]
-
-    def _evened_at_once(self, axes: frozenset[str], name: str, args: Args, flat: Args) -> Any:
-        """The arguments, of which all types are known as of now, with a pvary of what is to be varied to vary along
-        these axes; None if these are no operands but a list of them.
-        """
-        given = args
-        for i, x in enumerate(flat):
-            mine = getattr(x, NAME, None)
-            if mine is None or mine.axes is axes or not x.requires_grad:
-                continue
-            if flat is not args:
-                return None
-            lacks = axes - mine.axes
-            y = self._varied_before(x, x._version, lacks)
-            if y is None:
-                if not is_grad_enabled():
-                    continue
-                operands = [each for each in flat if getattr(each, NAME, None) is not None]
-                y = self.vary(x, lacks, name, operands, [getattr(each, NAME) for each in operands])
-            given = (*given[:i], y, *given[i + 1 :])
-        return given
-
-    def _evened_pair(self, short: Short, whole: Type, args: Args, pair: Args, at: int) -> Args:
-        """The arguments, which begin with these two operands or are a list of them, with a pvary of each that lacks
-        axes, if it has a gradient. ``at``: how often the one was changed, if it is one.
-        """
-        if short.narrow < 0:
-            flat = pair if type(args[0]) in SEVERAL else args
-            given = self._evened_at_once(whole.axes, short.name, flat, flat)
-        else:
-            x = pair[short.narrow]
-            assert short.lacks is not None
-            if not x.requires_grad:
-                return args
-            y = self._varied_before(x, at, short.lacks)
-            if y is None:
-                if not is_grad_enabled():
-                    return args
-                y = self.vary(x, short.lacks, short.name, pair, [getattr(each, NAME) for each in pair])
-            given = (pair[0], y) if short.narrow else (y, pair[1])
-            if len(args) > 2:
-                given = (*given, *args[2:])
-        return ([*given], *args[1:]) if type(args[0]) in SEVERAL else given
-
-    def _varied_before(self, x: Tensor, at: int, axes: frozenset[str]) -> Tensor | None:
-        """The pvary of ``x``, changed so often, that vary would give, if it was made before."""
-        entry = self._pvaried.get(id(x))
-        if (
-            entry is None
-            or entry.version != at
-            or not x.requires_grad
-            or (entry.node is not None and entry.node is not x.grad_fn)
-            or (y := entry.by.get(axes)) is None
-            or (entry.wrapped and unwrap_if_dead(y) is not y)
-        ):
-            return None
-        try:
-            if x.dtype is not y.dtype or not x.is_set_to(y):
-                return None
-            if entry.node is None and not entry.wrapped:
-                entry.again, entry.varied, entry.dtype, entry.lies_as = axes, y, y.dtype, y.is_set_to
-        except (NotImplementedError, RuntimeError):
-            if not same_place(x, y):
-                return None
-        if not entry.newest:
-            self._use(entry)
-        return y
-
-    def _join(self, types: tuple[Type, ...], name: str, place: tuple[int, int, str], frame: FrameType) -> Type:
-        """The join of these types, remembered. Where it is one of theirs, that is all there is to it; otherwise it says
-        where they have met, and holds for this instruction.
-        """
-        whole = join(types, name)
-        if len(self._joined) >= _MOST:
-            self._joined.clear()
-        for each in types:
-            if whole is each:
-                self._joined[types] = whole
-                return whole
-        if whole.grid is None:
-            whole.placed_on(self.grid)
-        if all([each.plain for each in types]):  # noqa: C419 -- a generator costs twice as much
-            whole = whole.seen(False)
-        places = self._joined.setdefault(types, {})
-        assert isinstance(places, dict)
-        if len(places) >= _MOST:
-            places.clear()
-        places[place] = frame.f_code, whole
-        return whole

@@ -254,13 +254,12 @@ def _unless(func: Any, kind: Kind) -> Callable[[tuple[Any, ...], dict[str, Any] 
     return None
 
 
-_COUNTS = words("argmax argmin eq ne lt le gt ge __lt__ __le__ __gt__ __ge__ __eq__ __ne__")
+_COUNTS = words("argmax argmin eq ne lt le gt ge")
 _ONE_KERNEL = _COUNTS | words(
     """
     add sub mul div neg abs square exp log sqrt rsqrt relu gelu silu sigmoid tanh sin cos softmax log_softmax layer_norm
     clone cat stack mm bmm addmm baddbmm addcmul addcdiv lerp clamp clamp_min clamp_max maximum minimum where gather
-    masked_fill index_select sum mean amax amin cumsum tril triu __add__ __radd__ __sub__ __mul__ __rmul__ __truediv__
-    __neg__
+    masked_fill index_select sum mean amax amin cumsum tril triu __add__ __radd__ __sub__ __mul__ __rmul__ __neg__
     """
 )
 
