@@ -489,6 +489,10 @@ def views_written() -> list[Any]:
         n[1].add_(n[0])
         n[0].zero_()
         found += [x.clone(), v * 2.0, x * n, n[0] * 1.0, v.view(2, 4) + y]
+    u = mc.mark_varying(x.view(8)[:4], ())
+    for _ in range(4):
+        x[1].add_(u)
+        found += [u, u * 1.0, (mc.varying_axes(u), x[1])[1]]
     x[0].zero_()
     n[0].copy_(of("tp"))
     found += [x, x[0], v * 1.0, n, n[1] * 1.0, n.view(8) * x.view(8)]
@@ -583,7 +587,14 @@ def three_of_several_types() -> list[Any]:
             torch.baddbmm(x[None], y[None], w[None]),
         ]
         found += [torch.lerp(x, w, y), torch.lerp(w, x, 0.5), x > w, torch.maximum(w, y), w @ x, x / w, w - y]
-        total = sum(part.sum() for part in found[-16:] if part.requires_grad)
+        found += [F.layer_norm(x, (4,), weight=b, bias=b), F.layer_norm(x, (4,), bias=b), F.rms_norm(x, (4,), weight=b)]
+        found += [
+            F.layer_norm(x, (4,), b, bias=w[0]),
+            F.group_norm(x, 2, weight=b, bias=b),
+            F.layer_norm(w, (4,), weight=b),
+        ]
+        found += [F.cross_entropy(x, w, weight=b.detach()), F.cross_entropy(w, y.softmax(1), weight=x[0])]
+        total = sum(part.sum() for part in found[-24:] if part.requires_grad)
         found += torch.autograd.grad(total, (w, b))
     return found
 

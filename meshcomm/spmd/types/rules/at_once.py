@@ -31,7 +31,7 @@ from meshcomm.spmd.types.rules.in_place import InPlace
 from meshcomm.spmd.types.rules.operands import SIMPLE
 from meshcomm.spmd.types.rules.several import Several
 from meshcomm.spmd.types.rules.short import ASKS, NUMBERS, SEVERAL, Args, Short, flat_of, simple
-from meshcomm.spmd.types.rules.torch_rules import COMPUTES, KINDS, MAKES, READS_ROWS, Kind
+from meshcomm.spmd.types.rules.torch_rules import COMPUTES, KINDS, MAKES, READS_ROWS, Kind, in_order
 from meshcomm.spmd.types.rules.writes import gradients
 from meshcomm.spmd.types.seen_changes import AGAIN, NOTED_AT, saw, stamp
 from meshcomm.spmd.types.sizes.size_rules import may_size
@@ -65,7 +65,10 @@ class AtOnce(Several, InPlace):
         if kwargs:
             for value in kwargs.values():
                 if type(value) not in SIMPLE and not simple((value,)):
-                    return self._operation(KINDS[func], func, args, kwargs)
+                    if (kind := KINDS[func]).names and (ordered := in_order(kind, args, kwargs)) is not None:
+                        args, kwargs = ordered, None
+                        break
+                    return self._operation(kind, func, args, kwargs)
         a: Any
         b: Any
         one: Any

@@ -70,7 +70,7 @@ class InPlace(Shorts, Writes):
                         again = None
                         break
                     if (
-                        (other.sort is not mine.sort and not remains(mine, other))
+                        (other.sort is not mine.sort and (again.span is None or not remains(mine, other)))
                         or ((at := y._version) and at != getattr(y, NOTED_AT, 0))
                         or (other.grid is not grid and other.grid is not ANYWHERE)
                         or (y.requires_grad and (other.plain or is_grad_enabled() or not y.is_leaf))
@@ -78,7 +78,7 @@ class InPlace(Shorts, Writes):
                             slow
                             and not within <= other.axes
                             and (written := getattr(y.untyped_storage(), WRITTEN, None)) is not None
-                            and not no_wider(written, mine, grid)
+                            and not no_wider(written, other, grid)
                         )
                     ):
                         again = None

@@ -44,22 +44,29 @@ class Several(Core):
         """The arguments, of which all types are known as of now, with a pvary of what is to be varied to vary along
         these axes; None if these are no operands but a list of them.
         """
-        given = args
+        given: Any = None
         for i, x in enumerate(flat):
             mine = getattr(x, NAME, None)
             if mine is None or mine.axes is axes or not x.requires_grad:
                 continue
             if flat is not args:
                 return None
-            lacks = axes - mine.axes
-            y = self._varied_before(x, x._version, lacks)
-            if y is None:
+            lacks, at = axes - mine.axes, x._version
+            entry, y = self._pvaried.get(id(x)), None
+            if entry is not None and entry.again == lacks and entry.newest and entry.version == at:
+                try:  # as `_varied_before` does it, of a leaf for which the same was asked last
+                    y = entry.varied if x.dtype is entry.dtype and entry.lies_as(x) else None
+                except RuntimeError:
+                    y = None
+            if y is None and (y := self._varied_before(x, at, lacks)) is None:
                 if not is_grad_enabled():
                     continue
                 operands = [each for each in flat if getattr(each, NAME, None) is not None]
                 y = self.vary(x, lacks, name, operands, [getattr(each, NAME) for each in operands])
-            given = (*given[:i], y, *given[i + 1 :])
-        return given
+            if given is None:
+                given = list(args)
+            given[i] = y
+        return args if given is None else tuple(given)
 
     def _evened_pair(self, short: Short, whole: Type, args: Args, pair: Args, at: int) -> Args:
         """The arguments, which begin with these two operands or are a list of them, with a pvary of each that lacks

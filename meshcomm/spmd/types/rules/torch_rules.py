@@ -136,6 +136,8 @@ class Kind:
     """One kernel makes its result, which has not been changed since."""
     counts: bool = False
     """What it gives has no gradient."""
+    names: tuple[str, ...] = ()
+    """Of its arguments, if it is a function of Python that is seen at once and hands on tensors by name."""
     unless: Callable[[tuple[Any, ...], dict[str, Any] | None], bool] | None = None
     """Whether a call of it is none of those that are seen at once."""
     way: int = 0
@@ -203,6 +205,7 @@ def _kind(func: Any) -> Kind:
         one_kernel=way in (READS, READS_ROWS) and name in _ONE_KERNEL,
         counts=name in _COUNTS,
         unless=_unless(func, kind) if way else None,
+        names=tuple(inspect.signature(func).parameters) if way and name in _BY_NAME and func in _PURE else (),
     )
 
 
@@ -228,6 +231,15 @@ _PURE = frozenset(
     )]
 )  # fmt: skip
 """Functions that have no schema and write into nothing, unless ``_unless`` says so: what most models call."""
+
+
+_BY_NAME = words("layer_norm rms_norm group_norm cross_entropy nll_loss binary_cross_entropy")
+
+
+def in_order(kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The arguments of a call without names, if those that have one are the next ones in order."""
+    more = kind.names[len(args) : len(args) + len(kwargs)]
+    return (*args, *[kwargs[each] for each in more]) if kwargs.keys() == set(more) else None
 
 
 def _unless(func: Any, kind: Kind) -> Callable[[tuple[Any, ...], dict[str, Any] | None], bool] | None:
