@@ -145,8 +145,9 @@ def images(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
 
 
 def rows(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    chosen = x > 0.5
     for _ in range(CHAIN):
-        torch.where(x > 0.5, x, y)
+        torch.where(chosen, x, y)
     return x
 
 

@@ -96,10 +96,16 @@ class AtOnce(Several, InPlace):
                         one, two = getattr(a, NAME, None), getattr(b, NAME, None)
                     elif len(a) == 3:
                         a, b, c = a
-                        one, two, three = getattr(a, NAME, None), getattr(b, NAME, None), getattr(c, NAME, None)
+                        one, two, three = getattr(a, NAME, None), getattr(b, NAME, None), self._third((c,))
             elif count == 3:
                 a, b, c = args
                 one, two, three = getattr(a, NAME, None), getattr(b, NAME, None), getattr(c, NAME, None)
+                if (
+                    type(c) not in SIMPLE and not simple((c,))
+                    if three is None
+                    else ((at := c._version) and at != getattr(c, NOTED_AT, 0)) or (three.plain and c.requires_grad)
+                ):
+                    three = False
             elif count and getattr(args[0], NAME, None) is not None:
                 a, b, *rest = args
                 one, two, three = getattr(a, NAME, None), getattr(b, NAME, None), self._third(rest)
@@ -129,22 +135,13 @@ class AtOnce(Several, InPlace):
                     if two is None
                     else ((of_b := b._version) and of_b != getattr(b, NOTED_AT, 0)) or (two.plain and b.requires_grad)
                 )
-                or (
-                    c is not None
-                    and (
-                        type(c) not in SIMPLE and not simple((c,))
-                        if three is None
-                        else ((of_c := c._version) and of_c != getattr(c, NOTED_AT, 0))
-                        or (three.plain and c.requires_grad)
-                    )
-                )
                 or functorch_active()
-                or (short.asks and self._not_at_once(short, short.whole, args, kwargs))
                 or (
                     short.mark is not (mark := wrote.mark)
                     and (short.looked is mark or self._looks(short, mark))
                     and (
-                        (
+                        (short.asks and self._not_at_once(short, short.whole, args, kwargs))
+                        or (
                             short.wide_two
                             and (written := getattr(b.untyped_storage(), WRITTEN, None)) is not None
                             and not no_wider(written, two, self.grid)

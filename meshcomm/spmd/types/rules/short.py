@@ -116,15 +116,15 @@ class Shorts:
             self._short[key] = short if fits else False
 
     def _looks(self, short: Short, mark: object) -> bool:
-        """Whether to look at what was written into each operand, for something was that varies along other axes than
-        that, somewhere; until more is written this is not asked again.
+        """Whether to look at more than the operands: how it is called, and what was written into each operand, where
+        something was that varies along other axes than that, somewhere; until more is written this is not asked again.
         """
-        if self.grid.written <= short.within:
+        written = self.grid.written
+        if written <= short.within and not short.asks:
             short.mark = mark
             return False
-        written = self.grid.written
-        short.wide_one = not (short.in_place or short.one is None or written <= short.one.axes)
-        short.wide_two = not (short.two is None or written <= short.two.axes)
+        short.wide_one = short.reads and short.one is not None and not written <= short.one.axes
+        short.wide_two = short.two is not None and not written <= short.two.axes
         short.looked = mark
         return True
 
