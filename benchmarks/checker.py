@@ -130,12 +130,35 @@ def overwritten(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     return x
 
 
+def narrower(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """An invariant operand, into what varies."""
+    x = x * y
+    for _ in range(CHAIN):
+        x.mul_(w)
+    return x
+
+
+def images(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    for _ in range(CHAIN):
+        torch.zeros_like(x)
+    return x
+
+
+def rows(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    chosen = x > 0.5
+    for _ in range(CHAIN):
+        torch.where(chosen, x, y)
+    return x
+
+
 OPERATIONS = {
     "one type": of_one_type, "two types": of_two_types, "with pvary": with_pvary, "views": views, "cat of views": cats,
     "a keyword": keywords, "dim=": dims, "softmax": functions_of_python, "in place": in_place,
     "in place, a keyword": in_place_with_keywords, "copy_": overwritten,
     # From here on something that varies has been written in place, and all that is written is looked for.
     "one type, after a write": of_one_type, "views, after a write": views, "a keyword, after a write": keywords,
+    "two types, after a write": of_two_types, "with pvary, after a write": with_pvary,
+    "in place, narrower": narrower, "zeros_like": images, "where": rows,
 }  # fmt: skip
 """In this order."""
 

@@ -137,9 +137,24 @@ def test_what_writes_into_its_operands_is_not_taken_for_pure() -> None:
     """By torch's own schemas: what writes without a name that says so, too."""
     for func in (
         torch.fused_moving_avg_obs_fake_quant, torch.batch_norm, torch.embedding_renorm_, Tensor.add_, Tensor.__setitem__,
-        torch.nn.functional.relu, torch.arange, torch.tensor, Tensor.detach, torch.dropout,
+        torch.nn.functional.rrelu, torch.arange, torch.tensor, torch.nn.functional.threshold,
     ):  # fmt: skip
         assert kind_of(func).way not in (READS, READS_ROWS), func
+    x, index = torch.ones(2), torch.tensor([0])
+    for func, args, kwargs in (
+        (torch.nn.functional.relu, (x, True), None),
+        (torch.nn.functional.relu, (x,), {"inplace": True}),
+        (torch.nn.functional.dropout, (x, 0.0, True, True), None),
+        (torch.ones, (2,), {"requires_grad": True}),
+        (torch.nn.functional.embedding, (index, x[:, None], None, 1.0), None),
+        (torch.nn.functional.embedding, (index, x[:, None]), {"max_norm": 1.0}),
+        (torch.zeros_like, (x,), {"requires_grad": True}),
+        (Tensor.__getitem__, (x, x > 0.0), None),
+        (torch.where, (x > 0.0,), None),
+    ):
+        unless = kind_of(func).unless
+        assert unless is not None
+        assert unless(args, kwargs), func
     for func in (
         torch.add,
         Tensor.mul,

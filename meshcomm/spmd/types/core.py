@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -27,7 +28,7 @@ from meshcomm.collectives.rule import apply, rule_named
 from meshcomm.errors import VaryingError, fail, names
 from meshcomm.mesh import Mesh
 from meshcomm.runtime.axis_names import written_out
-from meshcomm.runtime.callsite import call_site
+from meshcomm.runtime.callsite import call_site, outermost
 from meshcomm.spmd.types.grids import ANYWHERE, Grid, grid_of
 from meshcomm.spmd.types.leaf_numbers import whose
 from meshcomm.spmd.types.remembered import Remembered
@@ -68,6 +69,8 @@ from meshcomm.watch import here
 
 WHERE = "check_vma"
 _MARK = "mc.mark_varying(x, axes) says along which axes it varies, () for none"
+_MOST = 1024
+"""Places where random numbers are drawn that are remembered."""
 _OFTEN = 8
 """A view with less than this part of its tensor is varied alone: the sum of the whole would send too much."""
 
@@ -256,7 +259,22 @@ class Core(Remembered, TorchFunctionMode):
 
     def _random(self, name: str) -> Type:
         axes = self._drawn_along()
-        return Type(dict.fromkeys(axes, Origin(name, call_site()))) if axes else INVARIANT
+        if not axes:
+            return INVARIANT
+        frame = outermost(sys._getframe(1))
+        place = id(frame.f_code), frame.f_lasti, name, axes
+        found = self.grid.drawn.get(place)
+        if found is None:
+            if len(self.grid.drawn) >= _MOST:
+                self.grid.drawn.clear()
+            kind = Type(dict.fromkeys(axes, Origin(name, call_site())), grid=self.grid)
+            found = self.grid.drawn[place] = frame.f_code, kind
+        return found[1]
+
+    def _draws_own(self, kind: Type) -> bool:
+        """Whether what is of this type is of the same one when each rank mixes its own random numbers into it."""
+        axes = self._drawn_along()
+        return axes <= kind.axes and (not kind.leaf or len(axes) == len(kind.axes))
 
     def _drawn_along(self) -> frozenset[str]:
         if here.draws_along is None:

@@ -42,6 +42,8 @@ class Grid:
         """What types on it make together, for who joins them."""
         self.given: dict[Any, Any] = {}
         """What collectives over its axes make of types, for who calls them."""
+        self.drawn: dict[Any, Any] = {}
+        """The types of random numbers, by where they are drawn."""
         self.short: dict[Any, Any] = {}
         """How operations on operands of types on it are seen, for who sees them."""
         self.written = ANY if wrote.any else frozenset()

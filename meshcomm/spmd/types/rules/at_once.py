@@ -17,46 +17,41 @@ together by these types and, where it says where it happened, by the instruction
 from __future__ import annotations
 
 import sys
-from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from meshcomm._torch import functorch_active, unwrap_if_dead
-from meshcomm.runtime.callsite import is_ours, outermost
+from meshcomm._torch import functorch_active
+from meshcomm.runtime.callsite import is_ours
 from meshcomm.spmd.types.core import untraceable
 from meshcomm.spmd.types.foreign_memory import lent
 from meshcomm.spmd.types.grids import ANYWHERE, wrote
 from meshcomm.spmd.types.rules.in_place import InPlace
-from meshcomm.spmd.types.rules.operands import SIMPLE, same_place
+from meshcomm.spmd.types.rules.operands import SIMPLE
+from meshcomm.spmd.types.rules.several import Several
 from meshcomm.spmd.types.rules.short import ASKS, NUMBERS, SEVERAL, Args, Short, flat_of, simple
-from meshcomm.spmd.types.rules.torch_rules import COMPUTES, KINDS, READS_ROWS
-from meshcomm.spmd.types.seen_changes import AGAIN, NOTED_AT, saw
+from meshcomm.spmd.types.rules.torch_rules import COMPUTES, KINDS, MAKES, READS_ROWS, Kind, in_order
+from meshcomm.spmd.types.rules.writes import gradients
+from meshcomm.spmd.types.seen_changes import AGAIN, NOTED_AT, saw, stamp
+from meshcomm.spmd.types.sizes.size_rules import may_size
 from meshcomm.spmd.types.sizes.varying_numbers import made, plain
 from meshcomm.spmd.types.vma import (
     HELD,
+    INVARIANT,
     NAME,
     WRITTEN,
     Type,
-    join,
+    alike,
     no_wider,
-    note,
     note_base,
     writes,
 )
 from meshcomm.watch import here
 
-_NONE = None, None
-_NOWHERE: dict[Any, Any] = {}
-_MOST = 1024
-"""Joins that are remembered: of as many types, and of one pair at as many places."""
 
-
-class AtOnce(InPlace):
+class AtOnce(Several, InPlace):
     """Sees every operation, most of them at once; the others go the long way."""
-
-    _joined: dict[tuple[Type, ...], Type | dict[tuple[int, int, str], tuple[CodeType, Type]]]
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         # All in one: a call of Python is what two of these look-ups cost.
@@ -70,46 +65,64 @@ class AtOnce(InPlace):
         if kwargs:
             for value in kwargs.values():
                 if type(value) not in SIMPLE and not simple((value,)):
-                    return self._operation(KINDS[func], func, args, kwargs)
+                    if (kind := KINDS[func]).names and (ordered := in_order(kind, args, kwargs)) is not None:
+                        args, kwargs = ordered, None
+                        break
+                    return self._operation(kind, func, args, kwargs)
         a: Any
         b: Any
+        one: Any
+        two: Any
+        three: Any
         again: Any
         entry: Any
         short: Any
         whole: Any
         result: Any
         try:
-            if len(args) == 2:
+            three = c = None
+            if (count := len(args)) == 2:
                 a, b = args
-                one, two, three = getattr(a, NAME, None), getattr(b, NAME, None), None
-                short = self._short.get((func, one, two))
-            else:
-                a = b = two = three = None
-                if len(args) == 1:
-                    a = args[0]
-                    if type(a) in SEVERAL and len(a) == 2:
+                one, two = getattr(a, NAME, None), getattr(b, NAME, None)
+                if one is None and two is None and type(a) in SEVERAL and len(a) == 2 and type(b) is int:
+                    a, b = a  # a list, and a dim
+                    one, two, count = getattr(a, NAME, None), getattr(b, NAME, None), 0
+            elif count == 1:
+                a = args[0]
+                b = two = None
+                if (one := getattr(a, NAME, None)) is None and type(a) in SEVERAL:
+                    if len(a) == 2:
                         a, b = a
-                        two = getattr(b, NAME, None)
-                elif args and getattr(args[0], NAME, None) is not None:
-                    a, b, *rest = args
-                    two = getattr(b, NAME, None)
-                    three = two if len(rest) == 1 and rest[0] is b else self._third(rest)
-                one = getattr(a, NAME, None)
-                short = self._short.get((func, one, two) if three is None else (func, one, two, three))
-                if three is False:
-                    short = False
-            if short and (
+                        one, two = getattr(a, NAME, None), getattr(b, NAME, None)
+                    elif len(a) == 3:
+                        a, b, c = a
+                        one, two, three = getattr(a, NAME, None), getattr(b, NAME, None), self._third((c,))
+            elif count == 3:
+                a, b, c = args
+                one, two, three = getattr(a, NAME, None), getattr(b, NAME, None), getattr(c, NAME, None)
+                if (
+                    type(c) not in SIMPLE and not simple((c,))
+                    if three is None
+                    else ((at := c._version) and at != getattr(c, NOTED_AT, 0)) or (three.plain and c.requires_grad)
+                ):
+                    three = False
+            elif count and getattr(args[0], NAME, None) is not None:
+                a, b, *rest = args
+                one, two, three = getattr(a, NAME, None), getattr(b, NAME, None), self._third(rest)
+            else:
+                a = b = one = two = None
+            short = self._short.get(func)
+            if short is None or short.one is not one or short.two is not two or short.three is not three:  # noqa: SIM102
+                if short is not ASKS:
+                    short = self._short.get((func, one, two) if three is None else (func, one, two, three))
+                    if short:
+                        self._short[func] = short
+                    if three is False:
+                        short = False
+            if not short:
+                pass
+            elif (
                 (
-                    lent
-                    or (again := getattr(a, AGAIN, None)) is None
-                    or (at := again.at) != a._version
-                    or again.kind is not one
-                    or getattr(a.untyped_storage(), AGAIN, None) is not again
-                    or (a.requires_grad and (one.plain or is_grad_enabled() or not a.is_leaf))
-                    if short.in_place
-                    else ((at := a._version) and at != getattr(a, NOTED_AT, 0)) or (one.plain and a.requires_grad)  # type: ignore[union-attr]
-                )
-                or (
                     b is not None
                     and (part := type(b)) not in SIMPLE
                     and not (
@@ -123,23 +136,70 @@ class AtOnce(InPlace):
                     else ((of_b := b._version) and of_b != getattr(b, NOTED_AT, 0)) or (two.plain and b.requires_grad)
                 )
                 or functorch_active()
-                or (short.mark is not wrote.mark and not self._holds(short, (func, one, two, three)))
+                or (
+                    short.mark is not (mark := wrote.mark)
+                    and (short.looked is mark or self._looks(short, mark))
+                    and (
+                        (short.asks and self._not_at_once(short, short.whole, args, kwargs))
+                        or (
+                            short.wide_two
+                            and (written := getattr(b.untyped_storage(), WRITTEN, None)) is not None
+                            and not no_wider(written, two, self.grid)
+                        )
+                        or (
+                            short.wide_one  # nothing in place: where that lies is looked at below
+                            and (written := getattr(a.untyped_storage(), WRITTEN, None)) is not None
+                            and not no_wider(written, one, self.grid)
+                        )
+                        or (
+                            three is not None
+                            and (
+                                self._wider(args)
+                                if c is None
+                                else (written := getattr(c.untyped_storage(), WRITTEN, None)) is not None
+                                and not no_wider(written, three, self.grid)
+                            )
+                        )
+                    )
+                )
             ):
                 short = False
-        except (RuntimeError, TypeError, AttributeError):
+            elif short.reads:
+                if ((at := a._version) and at != getattr(a, NOTED_AT, 0)) or (one.plain and a.requires_grad):
+                    short = False
+            elif short.in_place:
+                base = None
+                if (again := getattr(a, AGAIN, None)) is None and getattr(base := a._base, NAME, None) is one:
+                    again = getattr(base, AGAIN, None)  # views count together with what they are of
+                if (
+                    again is None
+                    or (at := again.at) != a._version
+                    or again.kind is not one
+                    or getattr(a.untyped_storage(), AGAIN, None) is not again
+                    or lent
+                    or (a.requires_grad and (one.plain or is_grad_enabled() or not a.is_leaf))
+                ):
+                    short = False
+            elif not simple(args if one is None else args[1:]):
+                short = False
+        except (RuntimeError, TypeError, AttributeError, ValueError):
             short = False  # an inference tensor does not count its changes; what was saved with a type has none
         if not short:
-            if short is ASKS and not kwargs and (b is None or type(b) is int):
+            if short is ASKS and not kwargs and (count == 1 or (count == 2 and type(b) is int)):
                 return func(*args)
             result, whole, graph, alone, at = self._one_by_one(func, args, kwargs, short)
             if whole is None:
                 return result
             two = three = None if alone else whole
-        elif short.in_place:
+        elif not short.reads:
+            if not short.in_place:
+                return self._made(func, args, kwargs, short)
             result = func(*args, **kwargs) if kwargs else func(*args)
             span, after = again.span, a._version
             if span[1] == at:  # as saw does it
                 span[1] = again.at = a._meshcomm_version = after
+                if base is not None:
+                    base._meshcomm_version = after
             else:
                 saw(a, at, after)
                 self._spread(a, again.kind)
@@ -148,53 +208,56 @@ class AtOnce(InPlace):
             return result
         else:
             if (whole := short.whole) is None:  # it says where
-                whole = self._joined_here((one, two), short.name, sys._getframe(1))  # type: ignore[arg-type]
-            lacks, varied = short.lacks, False
-            if short.varies and not types and not kwargs and len(args) == 2 and is_grad_enabled():
-                if short.narrow:
-                    x, at = b, of_b
-                else:
-                    x = a
-                entry = self._pvaried.get(id(x))
-                try:  # as `_varied_before` does it, of a leaf for which the same was asked last
-                    quick = (
-                        entry is not None
-                        and entry.again is lacks
-                        and entry.newest
-                        and entry.version == at
-                        and x.requires_grad
-                        and x.dtype is entry.dtype
-                        and entry.lies_as(x)
-                    )
-                except RuntimeError:
-                    quick = False
-                if quick:
-                    try:
-                        result = func(a, entry.varied) if short.narrow else func(entry.varied, b)
-                    except RuntimeError as error:
-                        self._not_into_varied(error, short.name)
-                        raise
-                    result._meshcomm_type = whole.seen(True) if whole.plain else whole
-                    return result
-            if lacks is None:
+                frame = sys._getframe(1)
+                code, place, whole = short.met
+                if code is not frame.f_code or place != frame.f_lasti:
+                    met: Any = (one, two) if three is None else (one, three) if two is None else (one, two, three)
+                    whole = self._joined_here(met, short.name, frame)
+                    if not is_ours(frame.f_code.co_filename):
+                        short.met = frame.f_code, frame.f_lasti, whole
+            if (lacks := short.lacks) is None:
                 result = func(*args, **kwargs) if kwargs else func(*args)
             else:
+                quick, given = False, args
                 x, at_x = (b, of_b) if short.narrow > 0 else (a, at)
-                if len(args) == 2 and short.narrow >= 0 and (y := self._varied_before(x, at_x, lacks)) is not None:
-                    given, varied = (a, y) if short.narrow else (y, b), is_grad_enabled()
-                else:
-                    given = self._evened_pair(short, args, (a, b), at_x)
+                if short.narrow >= 0 and count == 2 and not kwargs and is_grad_enabled():
+                    entry = self._pvaried.get(id(x))
+                    try:  # as `_varied_before` does it, of a leaf for which the same was asked last
+                        quick = (
+                            entry is not None
+                            and entry.again is lacks
+                            and entry.newest
+                            and entry.version == at_x
+                            and x.requires_grad
+                            and x.dtype is entry.dtype
+                            and entry.lies_as(x)
+                        )
+                    except RuntimeError:
+                        quick = False
+                if not quick:
+                    if count == 2 and short.narrow >= 0 and (y := self._varied_before(x, at_x, lacks)) is not None:
+                        given = (a, y) if short.narrow else (y, b)
+                    else:
+                        given = self._evened_pair(short, whole, args, (a, b), at_x)
                 try:
-                    result = func(*given, **kwargs) if kwargs else func(*given)
+                    if quick:
+                        result = func(a, entry.varied) if short.narrow else func(entry.varied, b)
+                    else:
+                        result = func(*given, **kwargs) if kwargs else func(*given)
                 except RuntimeError as error:
-                    if given is not args:
+                    if quick or given is not args:
                         self._not_into_varied(error, short.name)
                     raise
+                if quick and short.varies and not types:
+                    result._meshcomm_type = whole.seen(True) if whole.plain else whole
+                    return result
             if short.one_kernel and (not types or type(result) is Tensor):
-                if short.graph and (whole.plain if varied else whole.plain == result.requires_grad):
+                if short.graph and whole.plain == result.requires_grad:
                     whole = whole.seen(whole.plain)
                 result._meshcomm_type = whole
                 return result
+            if short.notes and (gradients.any or not (short.shares and one.plain)):
+                self._note_more(short, a, result)
             graph = short.graph
         if type(result) is Tensor and getattr(result, NAME, None) is None:  # as note does it
             if (graph or (kwargs and "requires_grad" in kwargs)) and whole.plain == result.requires_grad:
@@ -220,13 +283,66 @@ class AtOnce(InPlace):
             if base is not None:
                 note_base(base, whole, self._known, flat_of(args))
             return result
-        for part in result if type(result) is tuple else (result,):
+        if result is not a:
+            self._note_parts(result, whole, graph, args)
+        return result
+
+    def _not_at_once(self, kind: Kind | Short, whole: Type | None, args: Args, kwargs: Any) -> bool:
+        """Whether such a call, on operands that are of this type together, goes the long way: it writes without saying
+        so, or mixes random numbers into what is the same on every rank.
+        """
+        if kind.random and kind.in_place:
+            return whole is not None and self._drawn_along() != whole.axes
+        return (kind.unless is not None and kind.unless(args, kwargs)) or (
+            kind.drops is not None
+            and not (whole is not None and self._draws_own(whole))
+            and kind.drops(args, kwargs or {})
+        )
+
+    def _note_more(self, kind: Kind | Short, x: Tensor, result: Tensor) -> None:
+        """Note what else there is of what has the memory of ``x``, or was made in its image."""
+        if kind.shares:
+            self._shares(x)
+        elif (mine := getattr(x, NAME)).axes:
+            alike(result, mine)
+
+    def _made(self, func: Any, args: Args, kwargs: Any, short: Short) -> Any:
+        """What is made of simple values, or in the image of something of which nothing else matters."""
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        kind: Any = INVARIANT
+        if short.random:
+            frame = sys._getframe(2)
+            code, place, kind = short.met
+            if here.draws_along is not None:
+                kind = self._random(short.name).seen(False)
+            elif code is not frame.f_code or place != frame.f_lasti:
+                kind = self._random(short.name).seen(False)
+                if not is_ours(frame.f_code.co_filename):
+                    short.met = frame.f_code, frame.f_lasti, kind
+        if type(result) is Tensor:
+            result._meshcomm_type = kind  # type: ignore[attr-defined]
+            stamp(result)
+        return result
+
+    def _note_parts(self, result: Any, whole: Type, graph: bool, args: Args) -> None:
+        """Note the type of each tensor that was given, some of which may have been there before."""
+        for part in result if isinstance(result, tuple) else (result,):
             if type(part) is not Tensor or getattr(part, NAME, None) is not None:
                 if result is not args[0]:
                     self._note_all(result, whole, [x for x in flat_of(args) if isinstance(x, Tensor)])
                 break
-            note(part, whole, self._known, flat_of(args))
-        return result
+            kind = whole.seen(part.requires_grad) if graph else whole
+            part._meshcomm_type = kind  # type: ignore[attr-defined]
+            base = part._base
+            if base is not None and not (
+                getattr(base, NAME, None) is kind and (not kind.axes or getattr(base, HELD, None) is kind)
+            ):
+                note_base(base, whole, self._known, flat_of(args))
+            try:
+                if at := part._version:
+                    part._meshcomm_version = at  # type: ignore[attr-defined]
+            except RuntimeError:  # an inference tensor does not count
+                pass
 
     def _one_by_one(self, func: Any, args: Args, kwargs: Any, short: Any) -> tuple[Any, Any, bool, bool, int]:
         """What it gives, once each operand was looked at, and its type, if that is still to be noted; whether it may
@@ -239,11 +355,18 @@ class AtOnce(InPlace):
         if way is COMPUTES:
             return self._in_place(kind, func, args, kwargs, short), None, False, False, 0
         if not way:
-            if kind.asks and not kwargs and 0 < len(args) <= 2 and type(one := getattr(args[0], NAME, None)) is Type:
-                self._short[func, one, None] = ASKS
+            if kind.asks:
+                self._short[func] = ASKS
+            return self._operation(kind, func, args, kwargs), None, False, False, 0
+        if way is MAKES:
+            known = bool(args) and kind.name.endswith("_like") and getattr(args[0], NAME, None) is not None
+            if short is None and simple(args[known:]) and not kind.unless(args, kwargs):  # type: ignore[misc]
+                self._shorten(kind, func, args, INVARIANT)
             return self._operation(kind, func, args, kwargs), None, False, False, 0
         if way is READS_ROWS:
             flat = flat_of(args)
+        elif kind.alike or kind.fresh:  # of the others, and of what is fresh, the types do not matter
+            flat = args[:1]
         grid, slow, at = self.grid, writes.any, 0
         within = grid.written
         whole: Any = None
@@ -284,7 +407,7 @@ class AtOnce(InPlace):
                 if whole is None:
                     whole = mine
                 elif second is None:
-                    if kind.sized:
+                    if kind.sized and may_size(kind.name, args):
                         whole = None
                         break
                     second = mine
@@ -296,15 +419,27 @@ class AtOnce(InPlace):
             whole = None  # nothing is noted; an inference tensor does not count its changes; some have no storage
         uneven = second is not None and whole is not None and second.sort is not whole.sort
         transformed = functorch_active()
-        if whole is None or (transformed and (slow or uneven)):
+        if whole is None or (transformed and (slow or uneven or flat is not args or kind.shares)):
             return self._operation(kind, func, args, kwargs), None, False, False, 0
+        if self._not_at_once(kind, None if uneven else whole, args, kwargs):
+            return self._operation(kind, func, args, kwargs), None, False, False, 0
+        fresh = kind.fresh
+        if fresh:
+            whole, graph = INVARIANT, False
+            if not simple(args[1:]):
+                return self._operation(kind, func, args, kwargs), None, False, False, 0
         given, joined = args, whole
         if uneven:
             types = tuple([m for x in flat if (m := getattr(x, NAME, None)) is not None]) if more else (whole, second)
             whole = self._joined_here(types, kind.name, sys._getframe(2))
             joined = self._joined.get(types)
-        if short is None and (flat is args or (len(flat) == 2 and len(args) == 1)):
-            self._shorten(kind, func, flat, joined)
+        if short is None:
+            if kind.alike or fresh:
+                self._shorten(kind, func, args, joined)
+            elif flat is args or len(flat) == len(args) + 1 == 2 or (len(flat) == 3 and not uneven and len(args) == 1):
+                self._shorten(kind, func, flat, joined)
+            elif len(flat) == len(args) + 1 == 3 and type(args[1]) is int:
+                self._shorten(kind, func, flat[:2], joined)
         if (
             uneven
             and graph
@@ -318,6 +453,8 @@ class AtOnce(InPlace):
             if given is not args:
                 self._not_into_varied(error, kind.name)
             raise
+        if kind.shares or fresh:
+            self._note_more(kind, args[0], result)
         if transformed:
             self._note_all(result, whole, [x for x in flat if isinstance(x, Tensor)])
             return result, None, False, False, 0
@@ -325,109 +462,3 @@ class AtOnce(InPlace):
             setattr(result, NAME, whole.seen(result.requires_grad) if graph else whole)
             return result, None, False, False, 0
         return result, whole, graph, second is None, at
-
-    # ------------------------------------------------------------------------------------------------ of several types
-
-    def _joined_here(self, types: tuple[Type, ...], name: str, frame: FrameType) -> Type:
-        """The type of what is made of operands of these types by the instruction of this frame, where it matters."""
-        joined: Any = self._joined.get(types, _NOWHERE)
-        if type(joined) is Type:
-            return joined
-        found = joined.get((id(frame.f_code), frame.f_lasti, name))
-        if found is not None:
-            return found[1]  # type: ignore[no-any-return]
-        if is_ours(frame.f_code.co_filename):
-            frame = outermost(frame)
-        place = id(frame.f_code), frame.f_lasti, name
-        found = joined.get(place)
-        return self._join(types, name, place, frame) if found is None else found[1]
-
-    def _evened_at_once(self, axes: frozenset[str], name: str, args: Args, flat: Args) -> Any:
-        """The arguments, of which all types are known as of now, with a pvary of what is to be varied to vary along
-        these axes; None if these are no operands but a list of them.
-        """
-        given = args
-        for i, x in enumerate(flat):
-            mine = getattr(x, NAME, None)
-            if mine is None or mine.axes is axes or not x.requires_grad:
-                continue
-            if flat is not args:
-                return None
-            lacks = axes - mine.axes
-            y = self._varied_before(x, x._version, lacks)
-            if y is None:
-                if not is_grad_enabled():
-                    continue
-                operands = [each for each in flat if getattr(each, NAME, None) is not None]
-                y = self.vary(x, lacks, name, operands, [getattr(each, NAME) for each in operands])
-            given = (*given[:i], y, *given[i + 1 :])
-        return given
-
-    def _evened_pair(self, short: Short, args: Args, pair: Args, at: int) -> Args:
-        """The arguments, which begin with these two operands or are a list of them, with a pvary of each that lacks
-        axes, if it has a gradient. ``at``: how often the one was changed, if it is one.
-        """
-        if short.narrow < 0:
-            assert short.whole is not None
-            flat = args if len(args) > 1 else pair
-            given = self._evened_at_once(short.whole.axes, short.name, flat, flat)
-        else:
-            x = pair[short.narrow]
-            assert short.lacks is not None
-            if not x.requires_grad:
-                return args
-            y = self._varied_before(x, at, short.lacks)
-            if y is None:
-                if not is_grad_enabled():
-                    return args
-                y = self.vary(x, short.lacks, short.name, pair, [getattr(each, NAME) for each in pair])
-            given = (pair[0], y) if short.narrow else (y, pair[1])
-            if len(args) > 2:
-                given = (*given, *args[2:])
-        return given if len(args) > 1 else ([*given],)
-
-    def _varied_before(self, x: Tensor, at: int, axes: frozenset[str]) -> Tensor | None:
-        """The pvary of ``x``, changed so often, that vary would give, if it was made before."""
-        entry = self._pvaried.get(id(x))
-        if (
-            entry is None
-            or entry.version != at
-            or not x.requires_grad
-            or (entry.node is not None and entry.node is not x.grad_fn)
-            or (y := entry.by.get(axes)) is None
-            or (entry.wrapped and unwrap_if_dead(y) is not y)
-        ):
-            return None
-        try:
-            if x.dtype is not y.dtype or not x.is_set_to(y):
-                return None
-            if entry.node is None and not entry.wrapped:
-                entry.again, entry.varied, entry.dtype, entry.lies_as = axes, y, y.dtype, y.is_set_to
-        except (NotImplementedError, RuntimeError):
-            if not same_place(x, y):
-                return None
-        if not entry.newest:
-            self._use(entry)
-        return y
-
-    def _join(self, types: tuple[Type, ...], name: str, place: tuple[int, int, str], frame: FrameType) -> Type:
-        """The join of these types, remembered. Where it is one of theirs, that is all there is to it; otherwise it says
-        where they have met, and holds for this instruction.
-        """
-        whole = join(types, name)
-        if len(self._joined) >= _MOST:
-            self._joined.clear()
-        for each in types:
-            if whole is each:
-                self._joined[types] = whole
-                return whole
-        if whole.grid is None:
-            whole.placed_on(self.grid)
-        if all([each.plain for each in types]):  # noqa: C419 -- a generator costs twice as much
-            whole = whole.seen(False)
-        places = self._joined.setdefault(types, {})
-        assert isinstance(places, dict)
-        if len(places) >= _MOST:
-            places.clear()
-        places[place] = frame.f_code, whole
-        return whole

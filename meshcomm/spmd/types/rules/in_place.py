@@ -18,6 +18,11 @@ from meshcomm.spmd.types.seen_changes import AGAIN, NOTED_AT, SEEN, Again, saw
 from meshcomm.spmd.types.vma import LEAF, NAME, WRITTEN, Type, no_wider, shared_leaves, writes
 
 
+def remains(kind: Type, other: Type) -> bool:
+    """Whether what is of a type stays as it is when what is of another type, and no gradient, is computed into it."""
+    return other.axes <= kind.axes and not kind.leaf and other.ended.keys() <= kind.ended.keys() | kind.axes
+
+
 class InPlace(Shorts, Writes):
     """Sees what is written by what has the type of what was there."""
 
@@ -35,7 +40,9 @@ class InPlace(Shorts, Writes):
         try:
             x: Any = args[0]
             mine = x._meshcomm_type
-            again = getattr(x, AGAIN, None)
+            base = x._base
+            owner = x if base is None or getattr(base, NAME, None) is not mine else base
+            again = getattr(owner, AGAIN, None)
             if (
                 again is None
                 or (before := again.at) != x._version
@@ -45,7 +52,9 @@ class InPlace(Shorts, Writes):
                 or lent
             ):
                 before = x._version
-                again = self._target(x, mine, before)
+                again = None
+                if owner is x or owner.untyped_storage() is x.untyped_storage():
+                    again = self._target(owner, mine, before)
             if x.requires_grad and (mine.plain or is_grad_enabled() or not x.is_leaf):
                 again = None
             elif again is not None:
@@ -61,7 +70,7 @@ class InPlace(Shorts, Writes):
                         again = None
                         break
                     if (
-                        other.sort is not mine.sort
+                        (other.sort is not mine.sort and (again.span is None or not remains(mine, other)))
                         or ((at := y._version) and at != getattr(y, NOTED_AT, 0))
                         or (other.grid is not grid and other.grid is not ANYWHERE)
                         or (y.requires_grad and (other.plain or is_grad_enabled() or not y.is_leaf))
@@ -69,25 +78,29 @@ class InPlace(Shorts, Writes):
                             slow
                             and not within <= other.axes
                             and (written := getattr(y.untyped_storage(), WRITTEN, None)) is not None
-                            and not no_wider(written, mine, grid)
+                            and not no_wider(written, other, grid)
                         )
                     ):
                         again = None
                         break
-                    even = True
+                    even = even or other.sort is mine.sort
         except (RuntimeError, ValueError, AttributeError, IndexError):
             again = None  # as above
         if (
             again is None
             or functorch_active()
-            or (kind.overwrites and not even and mine.axes)  # what is the same everywhere makes it so
+            or (
+                self._drawn_along() != mine.axes
+                if kind.random
+                else kind.overwrites and not even and mine.axes  # what is the same everywhere makes it so
+            )
         ):
             return self._operation(kind, func, args, kwargs)
         result = func(*args, **kwargs) if kwargs else func(*args)
         after = x._version
         if (span := again.span) is not None and span[1] == before:  # as saw does it
-            span[1] = again.at = x._meshcomm_version = after
-            if short is None:
+            span[1] = again.at = x._meshcomm_version = owner._meshcomm_version = after
+            if short is None and (owner is x or even or kind.random or not kind.overwrites):
                 self._shorten(kind, func, args, mine)
         else:
             saw(x, before, after)
@@ -97,8 +110,8 @@ class InPlace(Shorts, Writes):
         return result
 
     def _target(self, x: Any, mine: Type, before: int) -> Again | None:
-        """What may be written into by what is of its own type, and is no view, as long as nothing else is noted of its
-        memory; None if it may not.
+        """What may be written into, itself or through a view of its type, by what is of this type, as long as nothing
+        else is noted of its memory; None if it may not.
         """
         grid = self.grid
         if (

@@ -5,22 +5,29 @@ than these and their changes are looked at when it comes again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
 
-from meshcomm.spmd.types.grids import ANY, Grid, wrote
+from meshcomm.spmd.types.grids import ANY, Grid
 from meshcomm.spmd.types.rules.operands import SIMPLE
-from meshcomm.spmd.types.rules.torch_rules import COMPUTES, Kind
+from meshcomm.spmd.types.rules.torch_rules import COMPUTES, MAKES, Kind
 from meshcomm.spmd.types.seen_changes import NOTED_AT
-from meshcomm.spmd.types.vma import NAME, Type, one_of
+from meshcomm.spmd.types.vma import NAME, WRITTEN, Type, no_wider, one_of
 
 Args = tuple[Any, ...]
 SEVERAL = frozenset((list, tuple))
 """Types of rows of operands."""
 NUMBERS = frozenset((tuple, list, slice, torch.Size))
 """Types of values that have simple ones in them."""
-ASKS: Any = ()
+
+
+class _Asks(tuple[()]):
+    one = False
+
+
+ASKS: Any = _Asks()
 """In place of a Short: it tells how a tensor is seen."""
 _MOST = 4096
 """Of so many operations this is remembered."""
@@ -30,12 +37,19 @@ class Short:
     """How an operation is seen on operands of these types, one to three, beside simple values."""
 
     __slots__ = (
-        "graph", "in_place", "lacks", "mark", "name", "narrow", "one_kernel", "varies", "whole", "within",
+        "asks", "drops", "graph", "in_place", "lacks", "looked", "mark", "met", "name", "narrow", "notes", "one",
+        "one_kernel", "random", "reads", "shares", "three", "two", "unless", "varies", "whole", "wide_one", "wide_two",
+        "within",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, types: Sequence[Type], whole: Type | None, grid: Grid) -> None:
+        self.one = types[0] if types else None
+        """The types of the operands; None where there is none."""
+        self.two: Type | None = None
+        self.three: Type | None = None
         self.name, self.one_kernel, self.in_place = kind.name, kind.one_kernel, kind.way is COMPUTES
-        self.graph = not all([each.plain for each in types])  # noqa: C419 -- a generator costs twice as much
+        self.drops, self.random = kind.drops, kind.random
+        self.graph = not (kind.fresh or kind.way is MAKES or all([each.plain for each in types]))  # noqa: C419 -- half of a generator
         """Whether an operand may have a gradient."""
         self.whole = whole if self.graph or whole is None else whole.seen(False)
         """The type of what it gives; None: that depends on where they meet."""
@@ -44,10 +58,20 @@ class Short:
         """While nothing is written that varies along other axes, each operand varies as its type says."""
         self.mark: object = None
         """When that was last found to be so."""
+        self.looked: object = None
+        """When it was last found to be otherwise: what was written into each operand is looked at."""
+        self.wide_one = self.wide_two = True
+        """Whether what was written into the first and the second one is looked at then."""
+        self.met: tuple[CodeType | None, int, Any] = None, 0, None
+        """What they make together at an instruction, if that depends on where they meet: the last one of a user's."""
+        self.unless = kind.unless if len(types) > 1 or kind.sized < 2 else None
+        self.asks = self.unless is not None or self.drops is not None or self.random
+        self.shares, self.notes = kind.shares, kind.shares or kind.fresh
+        self.reads = not (self.in_place or kind.way is MAKES)
         self.lacks: frozenset[str] | None = None
         """The axes along which an operand is to be varied, if it has a gradient: some of them, if there are several."""
-        self.varies = False
-        """One of two lacks axes, and nothing is to be asked of what the two give."""
+        self.varies = kind.one_kernel and not kind.counts
+        """Nothing is to be asked of what it gives where an operand has a gradient."""
         self.narrow = 0
         """Which one of two; -1: it is none of two, or more than one may be."""
         uneven = [each.axes for each in types if each.axes is not types[0].axes]
@@ -55,7 +79,6 @@ class Short:
             first, second = types[0].axes, uneven[0]
             self.narrow = -1 if len(types) > 2 or not (first < second or second < first) else int(second < first)
             self.lacks = one_of(first ^ second)
-            self.varies = self.one_kernel and self.narrow >= 0
 
 
 class Shorts:
@@ -68,42 +91,56 @@ class Shorts:
         """Remember how this operation is seen on operands of these types. ``whole``: what they make together, if it is
         a type wherever they meet.
         """
-        if getattr(flat[0], NAME, None) is None:
+        if kind.way is not MAKES and getattr(flat[0], NAME, None) is None:
             return
         found = [getattr(x, NAME, None) for x in flat]
         types = [each for each in found if each is not None]
-        if len(types) > 3 or (len(types) == 3 and found[1] is None):
+        one, two = found[0] if found else None, found[1] if len(found) > 1 else None
+        rest = types[(one is not None) + (two is not None) :]
+        if rest and rest.count(rest[0]) < len(rest):
             return
-        one, two = found[0], found[1] if len(found) > 1 else None
-        rest = types[1 + (two is not None) :]
-        key = (func, one, two, *rest)
+        key = (func, one, two, *rest[:1])
         before = self._short.get(key, self)
         if before is self:  # not before it is asked for again: types may be those of one step
             if len(self._short) >= _MOST:
                 self._short.clear()
             self._short[key] = None
         elif before is None:
+            if kind.alike or kind.fresh:
+                types = types[:1]
             short = Short(kind, types, whole if type(whole) is Type else None, self.grid)
+            short.two, short.three = two, rest[0] if rest else None
             if two is None:
                 short.narrow = -1
-            if short.in_place:
-                fits = all([each.plain for each in types[1:]])  # noqa: C419 -- a generator costs twice as much
-            else:
-                fits = short.whole is not None or (len(types) == 2 and short.narrow >= 0)
+            fits = not short.in_place or all([each.plain for each in types[1:]])  # noqa: C419 -- as above
             self._short[key] = short if fits else False
 
-    def _holds(self, short: Short, key: Args) -> bool:
-        """Whether nothing was written that varies along other axes; if something was, this is not asked again."""
-        mark = wrote.mark
-        if self.grid.written <= short.within:
+    def _looks(self, short: Short, mark: object) -> bool:
+        """Whether to look at more than the operands: how it is called, and what was written into each operand, where
+        something was that varies along other axes than that, somewhere; until more is written this is not asked again.
+        """
+        written = self.grid.written
+        if written <= short.within and not short.asks:
             short.mark = mark
-            return True
-        self._short[key if key[3] is not None else key[:3]] = False
+            return False
+        short.wide_one = short.reads and short.one is not None and not written <= short.one.axes
+        short.wide_two = short.two is not None and not written <= short.two.axes
+        short.looked = mark
+        return True
+
+    def _wider(self, args: Args) -> bool:
+        """Whether something may have been written into an operand behind the second that varies along other axes."""
+        for x in args[2:]:
+            mine = getattr(x, NAME, None)
+            if mine is not None:
+                written = getattr(x.untyped_storage(), WRITTEN, None)
+                if written is not None and not no_wider(written, mine, self.grid):
+                    return True
         return False
 
     @staticmethod
     def _third(rest: Sequence[Any]) -> Any:
-        """The type of the one tensor among further arguments, of which the others are simple values: None if there is
+        """The one type of all tensors among further arguments, of which the others are simple values: None if there is
         none, False if more is to be looked at.
         """
         found = None
@@ -113,7 +150,7 @@ class Shorts:
                 if type(x) not in SIMPLE and not simple((x,)):
                     return False
             elif (
-                found is not None
+                (found is not None and found is not mine)
                 or ((at := x._version) and at != getattr(x, NOTED_AT, 0))
                 or (mine.plain and x.requires_grad)
             ):

@@ -5,8 +5,10 @@ A function that stands nowhere here gives what varies wherever one of its operan
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshcomm.spmd.types.rules.arguments import by_name, forms_of, is_seeded, only_reads, takes_rows
-from meshcomm.spmd.types.sizes.size_rules import SIZED, words
+from meshcomm.spmd.types.sizes.size_rules import SIZED, may_size, words
 
 HOST = words(
     """
@@ -132,20 +134,28 @@ class Kind:
     """None of these."""
     one_kernel: bool = False
     """One kernel makes its result, which has not been changed since."""
+    counts: bool = False
+    """What it gives has no gradient."""
+    names: tuple[str, ...] = ()
+    """Of its arguments, if it is a function of Python that is seen at once and hands on tensors by name."""
+    unless: Callable[[tuple[Any, ...], dict[str, Any] | None], bool] | None = None
+    """Whether a call of it is none of those that are seen at once."""
     way: int = 0
     """How to see at once what it does, where all types are known: one of those below, or 0."""
 
 
-READS, READS_ROWS, COMPUTES = 1, 2, 3
+READS, READS_ROWS, COMPUTES, MAKES = 1, 2, 3, 4
 """Ordinary, and by its schemas it writes into nothing but an ``out=``, and one tensor alone gives no sizes; the same,
-where the first argument may be a list of tensors; computes in place."""
+where the first argument may be a list of tensors; computes in place; makes a tensor of simple values, or of random
+numbers in the image of another."""
 
 
 def _kind(func: Any) -> Kind:
     name = str(getattr(func, "__name__", func)).split(".")[0]
     if name == "__get__":
         name = str(getattr(func.__self__, "__name__", name))
-        return Kind(name, getter=True, asks=name in PLAIN, way=READS if name in VIEWS else 0)
+        shares = name == "data"
+        return Kind(name, getter=True, asks=name in PLAIN, shares=shares, way=READS if shares or name in VIEWS else 0)
     if name == "__set__":
         return Kind(str(getattr(func.__self__, "__name__", name)), setter=True)
     if func is Tensor.backward:
@@ -178,18 +188,90 @@ def _kind(func: Any) -> Kind:
     )
     ordinary = replace(kind, name="", from_data=False, sized=0) == Kind("")
     way = COMPUTES if kind.computes else 0
-    if ordinary and kind.sized != 1 and not kind.from_data and (func in _PURE or only_reads(func)):
+    nearly = replace(kind, name="", alike=False, fresh=False, shares=False, drops=None, from_data=False, sized=0)
+    if (
+        nearly == Kind("")
+        and (kind.sized != 1 or name == "where")
+        and not kind.from_data
+        and (func in _PURE or only_reads(func))
+    ):
         way = READS_ROWS if takes_rows(func) else READS
-    return replace(kind, ordinary=ordinary, way=way, one_kernel=way in (READS, READS_ROWS) and name in _ONE_KERNEL)
+    elif name in _MAKES and not isinstance(func, FunctionType):
+        way = MAKES
+    return replace(
+        kind,
+        ordinary=ordinary,
+        way=way,
+        one_kernel=way in (READS, READS_ROWS) and name in _ONE_KERNEL,
+        counts=name in _COUNTS,
+        unless=_unless(func, kind) if way else None,
+        names=tuple(inspect.signature(func).parameters) if way and name in _BY_NAME and func in _PURE else (),
+    )
 
 
-_PURE = frozenset([functional.softmax, functional.log_softmax, functional.mse_loss])
-"""Functions of Python, which have no schema, that write into nothing: what most models call."""
-
-_ONE_KERNEL = words(
+_MAKES = words(
     """
-    add sub mul neg exp log sqrt rsqrt relu sigmoid tanh sin cos cat stack __add__ __radd__ __sub__ __mul__ __rmul__
-    __neg__
+    zeros ones empty full arange linspace logspace eye tensor scalar_tensor rand randn randint randperm rand_like
+    randn_like randint_like
+    """
+)
+
+_PURE = frozenset(
+    [getattr(functional, name) for name in words(
+        """
+        softmax log_softmax softmin softsign tanhshrink relu relu6 elu selu celu silu mish leaky_relu hardtanh hardswish
+        hardsigmoid glu layer_norm group_norm rms_norm normalize pad embedding dropout cross_entropy nll_loss mse_loss
+        l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits
+        """
+    )] + [getattr(Tensor, name) for name in words(
+        """
+        float half bfloat16 double int long short bool cpu norm sort split unflatten __eq__ __pow__ __rpow__ __rsub__
+        __rdiv__ __rtruediv__ __floordiv__ __rfloordiv__ __rmod__ __matmul__ __rmatmul__ __and__ __or__ __xor__
+        """
+    )]
+)  # fmt: skip
+"""Functions that have no schema and write into nothing, unless ``_unless`` says so: what most models call."""
+
+
+_BY_NAME = words("layer_norm rms_norm group_norm cross_entropy nll_loss binary_cross_entropy")
+
+
+def in_order(kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The arguments of a call without names, if those that have one are the next ones in order."""
+    more = kind.names[len(args) : len(args) + len(kwargs)]
+    return (*args, *[kwargs[each] for each in more]) if kwargs.keys() == set(more) else None
+
+
+def _unless(func: Any, kind: Kind) -> Callable[[tuple[Any, ...], dict[str, Any] | None], bool] | None:
+    """Says of a call that it is none of those that are seen at once: it writes, makes a leaf, or is of a size that
+    depends on data.
+    """
+    place, name = -1, kind.name
+    asks = "max_norm" if func is functional.embedding else "inplace"
+    if isinstance(func, FunctionType) and func in vars(functional).values():
+        place = next((i for i, each in enumerate(inspect.signature(func).parameters) if each == asks), -1)
+    if place >= 0:
+
+        def writes(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+            asked = args[place] if len(args) > place else kwargs.get(asks) if kwargs else None
+            return asked is not None and asked is not False
+
+        return writes
+    if kind.fresh or name in _MAKES:  # a leaf made for each rank's own
+        return lambda args, kwargs: bool(kwargs and kwargs.get("requires_grad"))
+    if kind.name == "__getitem__":
+        return lambda args, kwargs: isinstance(args[1], Tensor) and may_size("__getitem__", args)
+    if kind.name == "where":
+        return lambda args, kwargs: may_size("where", args)
+    return None
+
+
+_COUNTS = words("argmax argmin eq ne lt le gt ge")
+_ONE_KERNEL = _COUNTS | words(
+    """
+    add sub mul div neg abs square exp log sqrt rsqrt relu gelu silu sigmoid tanh sin cos softmax log_softmax layer_norm
+    clone cat stack mm bmm addmm baddbmm addcmul addcdiv lerp clamp clamp_min clamp_max maximum minimum where gather
+    masked_fill index_select sum mean amax amin cumsum tril triu __add__ __radd__ __sub__ __mul__ __rmul__ __neg__
     """
 )
 
@@ -222,7 +304,7 @@ _COMPUTES = words(
     """
     add_ sub_ mul_ div_ addcmul_ addcdiv_ lerp_ clamp_ clamp_min_ clamp_max_ pow_ neg_ abs_ sqrt_ rsqrt_ exp_ log_ relu_
     sigmoid_ tanh_ clip_ square_ reciprocal_ masked_fill_ addmm_ index_add_ index_copy_ scatter_ scatter_add_ __iadd__
-    __isub__ __imul__ __itruediv__ __setitem__ copy_ fill_ zero_
+    __isub__ __imul__ __itruediv__ __setitem__ copy_ fill_ zero_ normal_ uniform_ bernoulli_ exponential_ random_
     """
 )
 

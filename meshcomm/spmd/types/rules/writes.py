@@ -45,19 +45,19 @@ _MADE_AT = "_meshcomm_made_at"
 """How often the memory of a parameter had been changed when it was made."""
 
 
-_gradients = Ever()
+gradients = Ever()
 """Of the gradient of a leaf."""
 
 
 def of_leaf(x: Tensor) -> None:
     """Note that ``x`` is the gradient that a leaf has."""
-    _gradients.any = True
+    gradients.any = True
     setattr(x, _GRADIENT, True)
 
 
 def is_gradient(x: Tensor) -> bool:
     """Whether ``x`` was noted as the gradient of a leaf."""
-    return _gradients.any and getattr(x, _GRADIENT, False) is True
+    return gradients.any and getattr(x, _GRADIENT, False) is True
 
 
 def is_trained(x: Tensor) -> bool:

@@ -1,0 +1,137 @@
+"""What operands of several types make together: the join of their types, for which the checker of varying types
+varies what lacks axes.
+"""
+
+from __future__ import annotations
+
+from types import CodeType, FrameType
+from typing import Any
+
+from torch import Tensor, is_grad_enabled
+
+from meshcomm._torch import unwrap_if_dead
+from meshcomm.runtime.callsite import is_ours, outermost
+from meshcomm.spmd.types.core import Core
+from meshcomm.spmd.types.rules.operands import same_place
+from meshcomm.spmd.types.rules.short import SEVERAL, Args, Short
+from meshcomm.spmd.types.vma import NAME, Type, join
+
+_NOWHERE: dict[Any, Any] = {}
+_MOST = 1024
+"""Joins that are remembered: of as many types, and of one pair at as many places."""
+
+
+class Several(Core):
+    """Joins types, and varies what is to be varied."""
+
+    _joined: dict[tuple[Type, ...], Type | dict[tuple[int, int, str], tuple[CodeType, Type]]]
+
+    def _joined_here(self, types: tuple[Type, ...], name: str, frame: FrameType) -> Type:
+        """The type of what is made of operands of these types by the instruction of this frame, where it matters."""
+        joined: Any = self._joined.get(types, _NOWHERE)
+        if type(joined) is Type:
+            return joined
+        found = joined.get((id(frame.f_code), frame.f_lasti, name))
+        if found is not None:
+            return found[1]  # type: ignore[no-any-return]
+        if is_ours(frame.f_code.co_filename):
+            frame = outermost(frame)
+        place = id(frame.f_code), frame.f_lasti, name
+        found = joined.get(place)
+        return self._join(types, name, place, frame) if found is None else found[1]
+
+    def _evened_at_once(self, axes: frozenset[str], name: str, args: Args, flat: Args) -> Any:
+        """The arguments, of which all types are known as of now, with a pvary of what is to be varied to vary along
+        these axes; None if these are no operands but a list of them.
+        """
+        given: Any = None
+        for i, x in enumerate(flat):
+            mine = getattr(x, NAME, None)
+            if mine is None or mine.axes is axes or not x.requires_grad:
+                continue
+            if flat is not args:
+                return None
+            lacks, at = axes - mine.axes, x._version
+            entry, y = self._pvaried.get(id(x)), None
+            if entry is not None and entry.again == lacks and entry.newest and entry.version == at:
+                try:  # as `_varied_before` does it, of a leaf for which the same was asked last
+                    y = entry.varied if x.dtype is entry.dtype and entry.lies_as(x) else None
+                except RuntimeError:
+                    y = None
+            if y is None and (y := self._varied_before(x, at, lacks)) is None:
+                if not is_grad_enabled():
+                    continue
+                operands = [each for each in flat if getattr(each, NAME, None) is not None]
+                y = self.vary(x, lacks, name, operands, [getattr(each, NAME) for each in operands])
+            if given is None:
+                given = list(args)
+            given[i] = y
+        return args if given is None else tuple(given)
+
+    def _evened_pair(self, short: Short, whole: Type, args: Args, pair: Args, at: int) -> Args:
+        """The arguments, which begin with these two operands or are a list of them, with a pvary of each that lacks
+        axes, if it has a gradient. ``at``: how often the one was changed, if it is one.
+        """
+        if short.narrow < 0:
+            flat = pair if type(args[0]) in SEVERAL else args
+            given = self._evened_at_once(whole.axes, short.name, flat, flat)
+        else:
+            x = pair[short.narrow]
+            assert short.lacks is not None
+            if not x.requires_grad:
+                return args
+            y = self._varied_before(x, at, short.lacks)
+            if y is None:
+                if not is_grad_enabled():
+                    return args
+                y = self.vary(x, short.lacks, short.name, pair, [getattr(each, NAME) for each in pair])
+            given = (pair[0], y) if short.narrow else (y, pair[1])
+            if len(args) > 2:
+                given = (*given, *args[2:])
+        return ([*given], *args[1:]) if type(args[0]) in SEVERAL else given
+
+    def _varied_before(self, x: Tensor, at: int, axes: frozenset[str]) -> Tensor | None:
+        """The pvary of ``x``, changed so often, that vary would give, if it was made before."""
+        entry = self._pvaried.get(id(x))
+        if (
+            entry is None
+            or entry.version != at
+            or not x.requires_grad
+            or (entry.node is not None and entry.node is not x.grad_fn)
+            or (y := entry.by.get(axes)) is None
+            or (entry.wrapped and unwrap_if_dead(y) is not y)
+        ):
+            return None
+        try:
+            if x.dtype is not y.dtype or not x.is_set_to(y):
+                return None
+            if entry.node is None and not entry.wrapped:
+                entry.again, entry.varied, entry.dtype, entry.lies_as = axes, y, y.dtype, y.is_set_to
+        except (NotImplementedError, RuntimeError):
+            if not same_place(x, y):
+                return None
+        if not entry.newest:
+            self._use(entry)
+        return y
+
+    def _join(self, types: tuple[Type, ...], name: str, place: tuple[int, int, str], frame: FrameType) -> Type:
+        """The join of these types, remembered. Where it is one of theirs, that is all there is to it; otherwise it says
+        where they have met, and holds for this instruction.
+        """
+        whole = join(types, name)
+        if len(self._joined) >= _MOST:
+            self._joined.clear()
+        for each in types:
+            if whole is each:
+                self._joined[types] = whole
+                return whole
+        if whole.grid is None:
+            whole.placed_on(self.grid)
+        if all([each.plain for each in types]):  # noqa: C419 -- a generator costs twice as much
+            whole = whole.seen(False)
+        places = self._joined.setdefault(types, {})
+        assert isinstance(places, dict)
+        if len(places) >= _MOST:
+            places.clear()
+        places[place] = frame.f_code, whole
+        return whole
