@@ -257,11 +257,15 @@ class Work(Generic[T]):
 
     def __del__(self) -> None:
         try:
-            if self._claimed or self._over or forks.is_fork():
+            if self._over or forks.is_fork():
                 return
         except AttributeError:  # Ctrl-C came before it was made
             return
         if self._rank is not None and self._rank.world.cancelled:  # another rank's error is what matters
+            return
+        if self._claimed:
+            with contextlib.suppress(Exception):
+                self._source.give_up()
             return
         with contextlib.suppress(Exception):
             self._source.abandon()
@@ -298,6 +302,11 @@ class Source(Pending):
     def done(self) -> bool:
         """Whether the first is."""
         return self._first.done()
+
+    def give_up(self) -> None:
+        """Pass it on."""
+        if not self._first._over:
+            self._first._source.give_up()
 
     def abandon(self) -> None:
         """Pass it on."""
@@ -398,6 +407,7 @@ class Limit:
         with contextlib.suppress(Exception):
             if (record := result.record()) is not None and record[ENDED] is None:
                 failed(record, error)
+            result.give_up()
             result.abandon()
         if told.begun:
             told.begun.clear()  # what comes is taken all the same

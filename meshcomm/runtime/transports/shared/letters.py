@@ -78,8 +78,8 @@ class Parcel:
     """A message that was asked for."""
 
     __slots__ = (
-        "_inference", "_plain", "_thread", "dropped", "error", "index", "is_here", "is_settled", "key", "link", "name",
-        "out", "rest", "want", "where",
+        "_inference", "_plain", "_thread", "dropped", "error", "index", "is_here", "is_kept", "is_left", "is_settled",
+        "key", "letter", "link", "name", "out", "rest", "want", "where",
     )  # fmt: skip
 
     def __init__(self, link: Any, where: str, want: Want, route: int, room: Tensor | None = None) -> None:
@@ -92,7 +92,11 @@ class Parcel:
         self._inference, self._thread = torch.is_inference_mode_enabled(), get_ident()
         self._plain = _torch.plain_now()
         self.is_here = self.dropped = self.is_settled = False
-        """``is_settled``: who has asked was told of an error, or it is for who asks next."""
+        """``is_settled``: who has asked was told of an error."""
+        self.is_left = self.is_kept = False
+        """Who has asked has given up: its place is for who asks next, and so is what has come there, once that is kept."""
+        self.letter: list[Any] | None = None
+        """What came to a place that was left already, as bytes: it may be anything."""
         self.out = room
         self.rest: Messages | None = None
         """What follows over gloo."""
@@ -167,10 +171,10 @@ class Letters:
         """The letters of each that has written some; and where they lie."""
         self.addresses = [0] * len(mail.neighbours)
         self.asked: dict[tuple[int, int], deque[Parcel]] = {}
-        self.came: dict[tuple[int, int], deque[list[Any] | Parcel]] = {}
-        """By whom, and over which route: letters, of which those with something inside end with that; and messages that
-        were read for who did not get them.
-        """
+        self.came: dict[tuple[int, int], deque[list[Any]]] = {}
+        """By whom, and over which route: letters, of which those with something inside end with that."""
+        self.some_left = False
+        """Whether somebody has ever given up what he asked for."""
 
     # ------------------------------------------------------------------------------------------------- receiving
 
@@ -178,7 +182,27 @@ class Letters:
         """For the next messages over their routes."""
         with self.receiving:
             for parcel in parcels:
-                self.asked.setdefault(parcel.key, deque()).append(parcel)
+                asked = self.asked.setdefault(parcel.key, deque())
+                if not (self.some_left and asked and self._succeed(parcel, asked)):
+                    asked.append(parcel)
+
+    def _succeed(self, parcel: Parcel, asked: deque[Parcel]) -> bool:
+        """Whether it takes the place of one that was given up, or what has come there."""
+        if parcel.key in self.came:
+            self._give(parcel.key)
+        at = next((at for at, other in enumerate(asked) if other.is_left), None)
+        if at is None:
+            return False
+        other = asked[at]
+        if not other.is_kept:
+            asked[at] = parcel
+            return True
+        self._take_over(parcel, other)
+        parcel.is_here = True  # no call from here to the next line
+        del asked[at]
+        if not asked:
+            del self.asked[parcel.key]
+        return True
 
     def look(self) -> None:
         """See what has come, and read what was asked for."""
@@ -225,23 +249,26 @@ class Letters:
         return cells
 
     def _give(self, key: tuple[int, int]) -> None:
-        came, asked = self.came[key], self.asked[key]
-        while asked and came:
-            if not asked[0].is_here and not self._read(asked[0], came[0], key[0]):  # else somebody was interrupted here
+        came, asked, at = self.came[key], self.asked[key], 0
+        while came and at < len(asked):
+            parcel = asked[at]
+            if parcel.is_kept:
+                at += 1
+                continue
+            if not parcel.is_here and not self._read(parcel, came[0], key[0]):  # else somebody was interrupted here
                 return  # it is not written yet
-            del asked[0]  # both, without a call between
+            if parcel.is_left:  # both, without a call between
+                parcel.is_kept = True
+            else:
+                del asked[at]
             del came[0]
         if not asked:
             del self.asked[key]
         if not came:
             del self.came[key]
 
-    def _read(self, parcel: Parcel, letter: list[Any] | Parcel, src: int) -> bool:
+    def _read(self, parcel: Parcel, letter: list[Any], src: int) -> bool:
         """Whether all of it is there. What does not fit is taken all the same, for who has sent it waits."""
-        if isinstance(letter, Parcel):
-            _take_over(parcel, letter)
-            parcel.is_here = True
-            return True
         link, follows, segment, written = parcel.link(), letter[_FOLLOWS], None, letter[_NBYTES]
         try:
             if letter[SERIAL_AT]:
@@ -249,14 +276,17 @@ class Letters:
                 written = segment.cells[STATE]
                 if 0 <= written < letter[_NBYTES]:
                     return False
-            fits = self._fits(parcel, letter, src)
+            left = parcel.is_left
+            fits = left or self._fits(parcel, letter, src)
             with parcel.as_asked():
-                packed = _room_for(parcel, fits, letter[_NBYTES])
+                packed = _room_for(parcel, fits and not left, letter[_NBYTES])
                 if written > 0 and fits and not follows:  # dropped or not: an interrupted call may give it back yet
                     if segment is not None:
                         packed.copy_(segment.part(packed.nbytes, packed.dtype))
                     else:
                         packed.view(torch.uint8).copy_(torch.frombuffer(letter[-1], dtype=torch.uint8))
+            if left:
+                parcel.letter = letter
             if follows and link is not None:
                 parcel.rest = Messages(link, [link.base.recv([packed], src, follows)], None, packed)
                 if parcel.dropped:
@@ -265,7 +295,8 @@ class Letters:
             if isinstance(error, TimeoutError) or segment is not None or follows:  # of a signal's
                 raise
             self._say_unread(src, letter[_NUMBER])
-            self._fits(parcel, letter, src)
+            if not parcel.is_left:
+                self._fits(parcel, letter, src)
             parcel.error = parcel.error or envelopes.lost(parcel.where, src, parcel.index, error)
         except RuntimeError as error:  # no memory, or gloo's
             if segment is not None:
@@ -295,6 +326,25 @@ class Letters:
         parcel.error = envelopes.misfit(parcel.where, found, src, parcel.index, parcel.name, dtype, shape)
         return False
 
+    def _take_over(self, parcel: Parcel, other: Parcel) -> None:
+        """What came for the other one, which nobody got."""
+        src, shape, dtype, *_ = parcel.want
+        parcel.error, out = other.error, other.out
+        if parcel.error is not None:
+            return
+        assert out is not None
+        if other.letter is not None:
+            if not self._fits(parcel, other.letter, src):
+                return
+            out = dtypes.from_bytes(out, dtype).view(shape)
+        elif parcel.name != other.name or parcel.want[:4] != other.want[:4]:
+            found = Envelope.of(other.name, other.want[3], out, 0)
+            parcel.error = envelopes.misfit(parcel.where, found, src, parcel.index, parcel.name, dtype, shape)
+            return
+        with parcel.as_asked():
+            parcel.out = out if other.rest is not None else out.clone()
+        parcel.rest = other.rest
+
     def _say_taken(self, src: int, number: int) -> None:
         cells, at = self.rings[src], RING * self.mail.index + HEAD + number % MOST * SLOT + TAKEN
         if cells[at] < number:  # else it was said before Ctrl-C, and another one may have stood there since
@@ -321,7 +371,11 @@ class Letters:
 
     def is_busy(self) -> bool:
         """Whether something may come, or is to be written."""
-        return bool(self.asked or self.left) and self.mail.own.state() != GONE
+        return (bool(self.left) or self._is_asked()) and self.mail.own.state() != GONE
+
+    def _is_asked(self) -> bool:
+        """Whether anything that was asked for has not come, be it for who asks next."""
+        return any(not parcel.is_here for asked in list(self.asked.values()) for parcel in list(asked))
 
     def give_back(self, link: Any, want: Want, route: int, out: Tensor) -> None:
         """Nobody got this message, which was taken out of its letter: it is for who asks next."""
@@ -330,25 +384,24 @@ class Letters:
         self.forget([parcel])
 
     def forget(self, parcels: Sequence[Parcel]) -> None:
-        """Nobody gets these: what has not come is for who asks next, and what has come, too; so is an error that nobody
-        was told of, for those after it are not to take its place.
+        """Nobody gets these: the places of those that have not come are for who asks next, and so is what has come; so
+        is an error that nobody was told of, for those after it are not to take its place.
         """
         with self.receiving:
+            self.some_left = True
             for parcel in reversed(parcels):  # the first of them comes to stand first
-                key = parcel.key
-                asked, came = self.asked.setdefault(key, deque()), self.came.setdefault(key, deque())
-                if asked and asked[0].is_here:  # who was interrupted was about to take out both
-                    del asked[0]
-                    del came[0]
+                if parcel.is_left or parcel.is_settled:
+                    continue
+                asked = self.asked.setdefault(parcel.key, deque())
                 if parcel in asked:
-                    asked.remove(parcel)
-                elif parcel.is_here and not parcel.is_settled:
-                    parcel.is_settled = True  # no call from here to that of the next line
-                    came.appendleft(parcel)
-                if not asked:
-                    del self.asked[key]
-                if not came:
-                    del self.came[key]
+                    parcel.is_left = True
+                    if not parcel.is_here:
+                        parcel.out = None
+                elif parcel.is_here:
+                    parcel.is_left = parcel.is_kept = True  # no call from here to that of the next line
+                    asked.appendleft(parcel)
+                elif not asked:
+                    del self.asked[parcel.key]
 
     # --------------------------------------------------------------------------------------------------- sending
 
@@ -434,7 +487,8 @@ class Letters:
 
     def is_at_rest(self) -> bool:
         """Whether nothing that somebody wants has not come, and the others have seen all letters that are for them."""
-        if self.left or any(not parcel.dropped for asked in list(self.asked.values()) for parcel in list(asked)):
+        every = [parcel for asked in list(self.asked.values()) for parcel in list(asked)]
+        if self.left or any(not (parcel.dropped or parcel.is_left) for parcel in every):
             return False
         return self.own is None or all(self.own[RING * i] == number for i, number in enumerate(self.numbers))
 
@@ -504,22 +558,6 @@ def letters_of(mail: Mail) -> Letters:
         if mail.letters is None:
             mail.letters = Letters(mail)
         return cast(Letters, mail.letters)
-
-
-def _take_over(parcel: Parcel, other: Parcel) -> None:
-    """What was read for the other one, which nobody got."""
-    src, shape, dtype, *_ = parcel.want
-    if other.error is not None:
-        parcel.error = other.error
-        return
-    assert other.out is not None
-    if parcel.name != other.name or parcel.want[:4] != other.want[:4]:
-        found = Envelope.of(other.name, other.want[3], other.out, 0)
-        parcel.error = envelopes.misfit(parcel.where, found, src, parcel.index, parcel.name, dtype, shape)
-        return
-    with parcel.as_asked():
-        parcel.out = other.out if other.rest is not None else other.out.clone()
-    parcel.rest = other.rest
 
 
 def _room_for(parcel: Parcel, fits: bool, nbytes: int) -> Tensor:

@@ -75,8 +75,11 @@ class Posted(Pending):
         self._let_go()
 
     def _let_go(self) -> None:
+        """What was sent may be read."""
         for sent in self._sent:
             sent.let_go(self._letters.mail.index)
+        for rest in self._rests():
+            rest.abandon()
 
     def done(self) -> bool:
         """Whether it would not wait: all is here, or will not come."""
@@ -90,8 +93,6 @@ class Posted(Pending):
         for parcel in self._parcels:
             parcel.dropped = True
         self._let_go()
-        for rest in self._rests():
-            rest.abandon()
 
     def _rests(self) -> list[Messages]:
         """What follows over gloo."""
