@@ -278,7 +278,7 @@ class Work(Generic[T]):
 
 def let_go(work: Work[Any]) -> None:
     """Nobody is to wait for it, which is no mistake: what it was for has failed."""
-    work._call = None
+    work._call, work._claimed = None, False
 
 
 class Source(Pending):

@@ -100,6 +100,8 @@ class GroupLink(PacketLink):
         self.ledger = Ledger()
         self.walker: Walker | None = None
         self._outbox = Outbox()
+        self.left: dict[tuple[int, int], list[Any]] = {}
+        """By whom and over which route: messages over gloo that nobody gets who has asked for them."""
         self._calls = 0
         self._room: Tensor | None = None
 
@@ -140,6 +142,7 @@ class GroupLink(PacketLink):
         self.makers.clear()
         self._near.clear()
         self._outbox.drop()
+        self.left.clear()
         for name in ("group", "turn", "base", "mail", "channel"):
             vars(self).pop(name, None)
         self._room = None

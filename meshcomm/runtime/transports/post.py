@@ -7,11 +7,12 @@ on before is carried without envelopes. Where ranks share memory there are lette
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from threading import get_ident
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from meshcomm.errors import CommError
 from meshcomm.runtime.call import Post, Want
-from meshcomm.runtime.pending import begin_all, queued
+from meshcomm.runtime.pending import Pending, begin_all, queued
 from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.recorder import DROPPED, ENDED, THREAD, Log, Named, Record, failed
 from meshcomm.runtime.transports import dtypes, envelopes
@@ -42,24 +43,33 @@ def following(number: int) -> int:
     return _FOLLOWING + number % _FOLLOWERS
 
 
-class Parcel(NamedTuple):
+_numbers = itertools.count()
+"""Of what was asked for, in order."""
+
+
+class Parcel:
     """A message that is expected."""
 
-    data: Tensor
-    work: dist.Work
-    """Of the envelope."""
-    want: Want
-    tag: int
-    """To gloo."""
+    __slots__ = ("brought", "data", "found", "is_left", "number", "packed", "route", "want", "work")
+
+    def __init__(self, data: Tensor, work: dist.Work, want: Want, route: int) -> None:
+        """``work``: of the envelope, then of what follows it; ``route``: the tag, to gloo."""
+        self.data, self.work, self.want, self.route = data, work, want, route
+        self.found: Envelope | None = None
+        self.packed: Tensor | None = None
+        """What has come, and where it is: it fits, or it is bytes."""
+        self.brought: Pending | None = None
+        """Waits for it, where that is done later, or who has asked has given up."""
+        self.number = next(_numbers)
+        self.is_left = False
+        """Whether nobody gets it who has asked."""
 
 
-def expect(base: dist.ProcessGroup, wants: Sequence[Want], routes: Sequence[int]) -> list[Parcel]:
-    """Make room for the envelopes."""
-    rooms = [envelopes.empty() for _ in wants]
-    return [
-        Parcel(data, base.recv([data], want[0], route), want, route)
-        for data, want, route in zip(rooms, wants, routes, strict=True)
-    ]
+def expect(base: dist.ProcessGroup, wants: Sequence[Want], routes: Sequence[int], parcels: list[Parcel]) -> None:
+    """Make room for the envelopes, in ``parcels``."""
+    for want, route in zip(wants, routes, strict=True):
+        data = envelopes.empty()
+        parcels.append(Parcel(data, base.recv([data], want[0], route), want, route))
 
 
 def deliver(
@@ -80,26 +90,40 @@ def deliver(
     return works, kept
 
 
-def open_all(
-    base: dist.ProcessGroup, where: str, name: str, index: int, parcels: Sequence[Parcel],
-    wait: Callable[[Sequence[dist.Work]], Any],
-) -> list[Tensor]:  # fmt: skip
-    """What came, when all envelopes are here. What does not fit is taken all the same, for who has sent it waits."""
-    out, works = [], []
-    error: CommError | None = None
-    for data, _, (src, shape, dtype, tag, _), _ in parcels:
+def open_all(base: dist.ProcessGroup, name: str, parcels: Sequence[Parcel]) -> list[dist.Work]:
+    """Read the envelopes, which are here: what follows them is under way then. What does not fit is taken all the same,
+    for who has sent it waits.
+    """
+    works = []
+    for parcel in parcels:
+        if parcel.found is not None:
+            continue
+        data, (src, shape, dtype, tag, _) = parcel.data, parcel.want
         found = Envelope.read(data)
         fits = found.is_for(name, tag, dtype, shape)
-        if not fits and error is None:
-            error = envelopes.misfit(where, found, src, index, name, dtype, shape)
         length, like = (shape, torch.empty(0, dtype=dtype, device="cpu")) if fits else ((found.nbytes,), data)
-        packed = dtypes.to_bytes(reserve.empty(length, like))
+        parcel.packed = packed = dtypes.to_bytes(reserve.empty(length, like))
         if found.follows:
-            works.append(base.recv([packed], src, found.follows))
-        elif fits and packed.numel():
+            parcel.work = base.recv([packed], src, found.follows)
+            works.append(parcel.work)
+        elif packed.numel():
             packed.view(torch.uint8).copy_(envelopes.inside(data, found.nbytes))
-        out.append(dtypes.from_bytes(packed, dtype).view(shape) if fits else packed)
-    wait(works)
+        parcel.found = found
+    return works
+
+
+def taken(where: str, name: str, index: int, parcels: Sequence[Parcel]) -> list[Tensor]:
+    """What came, if it is what is wanted; all of it is here."""
+    out = []
+    error: CommError | None = None
+    for parcel in parcels:
+        found, packed, (src, shape, dtype, tag, _) = parcel.found, parcel.packed, parcel.want
+        assert found is not None
+        assert packed is not None
+        if found.is_for(name, tag, dtype, shape):
+            out.append(dtypes.from_bytes(packed, dtype).view(shape))
+        elif error is None:
+            error = envelopes.misfit(where, found, src, index, name, dtype, shape)
     if error is not None:
         raise error
     return out

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshcomm import _torch
-from meshcomm.runtime.call import Post, Want, told
+from meshcomm.errors import CommError
+from meshcomm.runtime.call import Post, Want, is_agreed, told
 from meshcomm.runtime.health import attendance
 from meshcomm.runtime.pending import Pending, begin_all, queued, then
 from meshcomm.runtime.process import forks
@@ -30,11 +31,11 @@ from meshcomm.runtime.transports.device_post import (
     messages_for,
     tags_of,
 )  # fmt: skip
-from meshcomm.runtime.transports.envelopes import ROOM
 from meshcomm.runtime.transports.group_link import SUMMED, GroupLink, Message, both, options_for
-from meshcomm.runtime.transports.post import Carrier, Parcel, deliver, expect, open_all, route_of
+from meshcomm.runtime.transports.post import Carrier, Parcel, deliver, expect, open_all, route_of, taken
 from meshcomm.runtime.transports.protocol import Empty
-from meshcomm.runtime.transports.underway import Walker, apart
+from meshcomm.runtime.transports.requests import Requests, ask, leave
+from meshcomm.runtime.transports.underway import Messages, Walker
 
 T = TypeVar("T")
 
@@ -381,32 +382,35 @@ class ProcessLink(GroupLink):
     ) -> list[Tensor]:
         """Messages with envelopes: ``sent`` and ``got`` are their tags, to gloo."""
 
-        def begin() -> tuple[list[Parcel], list[dist.Work], list[Tensor]]:
-            parcels = expect(self.base, wants, got)
-            return parcels, *deliver(self.base, self.name, self.numbers, posts, sent)
+        parcels: list[Parcel] = []
 
-        parcels, sending, kept = self._start(where, begin)
-        envelopes = [parcel.work for parcel in parcels]
-        inference = torch.is_inference_mode_enabled()  # not that of who opens them
+        def begin() -> tuple[list[dist.Work], list[Tensor]]:
+            if self.left:
+                ask(self, wants, got, parcels)
+            else:
+                expect(self.base, wants, got, parcels)
+            return deliver(self.base, self.name, self.numbers, posts, sent)
 
-        def opened(works: Sequence[dist.Work]) -> list[Tensor]:
-            """``works`` end when the others have opened theirs."""
+        try:
+            sending, kept = self._start(where, begin)
+            if told.later or (self.left and any(parcel.brought for parcel in parcels)):
+                return self._requested(where, parcels, Messages(self, sending, None, kept) if sending else None)
+            self._wait("exchange", [parcel.work for parcel in parcels])
+            self._wait("exchange", [*self._start(where, lambda: open_all(self.base, self.name, parcels)), *sending])
+            found = taken(where, self.name, self.index, parcels)
+            if told.begun is not None:
+                told.begun.append((leave, (self, parcels)))
+            return found
+        except BaseException as error:
+            if not (isinstance(error, CommError) or (self.watched and is_agreed(self))):  # Ctrl-C
+                leave(self, parcels)
+            raise
 
-            def wait(more: Sequence[dist.Work]) -> None:
-                self._wait("exchange", [*more, *works])
-
-            with torch.inference_mode(inference):
-                return self._start(where, lambda: open_all(self.base, where, self.name, self.index, parcels, wait))
-
-        large = any(torch.Size(shape).numel() * dtype.itemsize > ROOM for _, shape, dtype, _, _ in wants)
-        if parcels and (large or len(kept) > len(posts)):
-
-            def steps() -> list[Tensor]:
-                self._wait("exchange", envelopes)
-                return opened(sending)
-
-            return cast(list[Tensor], apart(steps)) if told.later else steps()
-        return then(self._end([*envelopes, *sending], (), keep=kept), opened)
+    def _requested(self, where: str, parcels: list[Parcel], sending: Messages | None) -> list[Tensor]:
+        found = Requests(self, where, parcels, sending)
+        if told.begun is not None:
+            told.begun.append((found.give_up, ()))
+        return cast("list[Tensor]", found) if told.later else found.wait(None)
 
     def _by_batch(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
         """As an accelerator's backend does it: see ``device_post.py``."""

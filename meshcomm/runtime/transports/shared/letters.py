@@ -43,7 +43,7 @@ from meshcomm.runtime.process.memory import Lease, Memory, create, find
 from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.transports import dtypes, envelopes
 from meshcomm.runtime.transports.envelopes import LENGTHS, Envelope
-from meshcomm.runtime.transports.post import following
+from meshcomm.runtime.transports.post import CALLS, following
 from meshcomm.runtime.transports.shared.mailbox import Addressee, Mail
 from meshcomm.runtime.transports.shared.words import dtype_of, number_of
 from meshcomm.runtime.transports.underway import Messages
@@ -94,7 +94,7 @@ class Parcel:
         self.is_here = self.dropped = self.is_settled = False
         """``is_settled``: who has asked was told of an error."""
         self.is_left = self.is_kept = False
-        """Who has asked has given up: its place is for who asks next, and so is what has come there, once that is kept."""
+        """Who has asked has given up: its place is for who asks next, and so is what has come there (it is kept)."""
         self.letter: list[Any] | None = None
         """What came to a place that was left already, as bytes: it may be anything."""
         self.out = room
@@ -390,6 +390,9 @@ class Letters:
         with self.receiving:
             self.some_left = True
             for parcel in reversed(parcels):  # the first of them comes to stand first
+                if parcel.key[1] >= CALLS:  # no other call asks for what this one's are
+                    parcel.dropped = True
+                    continue
                 if parcel.is_left or parcel.is_settled:
                     continue
                 asked = self.asked.setdefault(parcel.key, deque())

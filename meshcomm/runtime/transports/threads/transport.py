@@ -210,7 +210,7 @@ class InProcessLink(MeetingLink):
         return ""
 
     def give_up(self, batch: Batch) -> None:
-        """Nobody gets what it asks for: what has come of that is for who asks next, and so is its place in the queue."""
+        """Nobody gets what it asks for: its places in the queues are for who asks next, and so is what has come."""
         circle = self._circle
         batch.given_up = circle.given_up = True
         for (src, shape, dtype, tag, _), x in zip(reversed(batch.wants), reversed(batch.got), strict=True):
@@ -228,7 +228,7 @@ class InProcessLink(MeetingLink):
             self._hand_over(route, kept.popleft(), want)
             want.batch.open -= 1
             return True
-        queue = self._circle.wants.get(route, ())
+        queue = self._circle.wants.get(route, deque())
         at = next((at for at, other in enumerate(queue) if other.batch.given_up), None)
         if at is None:
             return False

@@ -1,0 +1,143 @@
+"""Messages over gloo that were asked for and are waited for later, and those that nobody waits for any more. What gloo
+was asked for cannot be taken back::
+
+    asked for ── waits ──► the caller
+        │
+        └── in vain, or was interrupted: left on the link ──► who asks that rank for the next message of that tag
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshcomm.runtime.call import Want
+from meshcomm.runtime.pending import Pending
+from meshcomm.runtime.process import exits
+from meshcomm.runtime.transports import envelopes
+from meshcomm.runtime.transports.post import CALLS, Parcel, expect, open_all, taken
+from meshcomm.runtime.transports.underway import Messages, Steps, apart
+
+
+class Requests(Pending):
+    """Messages of one call that are waited for later, each by itself: who waits in vain leaves them one by one."""
+
+    __slots__ = ("_inference", "_is_left", "_link", "_parcels", "_sending", "_where")
+
+    def __init__(self, link: Any, where: str, parcels: Sequence[Parcel], sending: Messages | None) -> None:
+        """``sending``: what the same call sends."""
+        self._link, self._where, self._parcels, self._sending = link, where, parcels, sending
+        self._inference, self._is_left = torch.is_inference_mode_enabled(), False
+        for parcel in parcels:
+            if parcel.brought is None:
+                parcel.brought = self._brought(parcel)
+
+    def _brought(self, parcel: Parcel) -> Pending:
+        """What is large has a thread, which opens its envelope: who has sent it waits for that."""
+        envelope, (_, shape, dtype, *_) = Messages(self._link, [parcel.work], None, parcel.data), parcel.want
+        if math.prod(shape) * dtype.itemsize <= envelopes.ROOM:
+            return envelope
+        return _opening(self._link, parcel, envelope, self._inference)
+
+    def wait(self, timeout: float | None) -> list[Tensor]:
+        """All of them, and until what was sent was taken, within the time."""
+        end = None if timeout is None else time.monotonic() + timeout
+        for each in self._under_way():
+            each.wait(None if end is None else max(0.0, end - time.monotonic()))
+        link = self._link
+        try:
+            _open(link, self._where, self._parcels, self._inference)
+        except BaseException:
+            _settle(link, self._parcels)
+            raise
+        if self._sending is not None:
+            self._sending.wait(None if end is None else max(0.0, end - time.monotonic()))
+        found = taken(self._where, link.name, link.index, self._parcels)
+        with torch.inference_mode(self._inference):
+            return [x if x.is_inference() == self._inference else x.clone() for x in found]
+
+    def _under_way(self) -> list[Pending]:
+        return [parcel.brought for parcel in self._parcels if parcel.brought is not None]
+
+    def done(self) -> bool:
+        """What comes after takes no time."""
+        return all(each.done() for each in self._under_way()) and (self._sending is None or self._sending.done())
+
+    def give_up(self) -> None:
+        """What comes is for who asks next."""
+        if not self._is_left:
+            self._is_left = True
+            leave(self._link, self._parcels)
+
+    def abandon(self) -> None:
+        """They come all the same, into memory that must not be given to others meanwhile."""
+        for each in self._under_way():
+            each.abandon()
+        if self._sending is not None:
+            self._sending.abandon()
+
+
+def _open(link: Any, where: str, parcels: Sequence[Parcel], inference: bool) -> None:
+    """Until all of them is here. ``inference``: in which mode they were asked for, not that of who opens them."""
+
+    def opened() -> list[dist.Work]:
+        with torch.inference_mode(inference):
+            return open_all(link.base, link.name, parcels)
+
+    if works := link._start(where, opened):
+        link._wait("exchange", works)
+
+
+def _opening(link: Any, parcel: Parcel, envelope: Pending, inference: bool) -> Steps:
+    """The same of one whose envelope is not here yet, on a thread."""
+
+    def steps() -> None:
+        envelope.wait(None)
+        _open(link, "exchange", [parcel], inference)
+
+    return apart(steps)
+
+
+def _settle(link: Any, parcels: Sequence[Parcel]) -> None:
+    """Who was interrupted waits no more; what brings the rest does."""
+    for parcel in parcels:
+        if parcel.brought is None or parcel.brought.done():
+            rest = [] if parcel.work.is_completed() else [parcel.work]
+            parcel.brought = Messages(link, rest, None, (parcel.data, parcel.packed))
+
+
+def leave(link: Any, parcels: Sequence[Parcel]) -> None:
+    """Nobody gets these: they are for who asks next, in the order in which they were asked for."""
+    if exits.leaving():
+        return
+    for parcel in parcels:
+        if parcel.is_left or parcel.route >= CALLS:  # of which no other call asks
+            continue
+        if parcel.brought is None:
+            _settle(link, [parcel])
+        brought = parcel.brought
+        if not (brought is None or isinstance(brought, Steps)):
+            parcel.brought = _opening(link, parcel, brought, torch.is_inference_mode_enabled())
+        parcel.is_left = True
+        key = parcel.want[0], parcel.route
+        link.left[key] = sorted([*link.left.get(key, ()), parcel], key=lambda parcel: parcel.number)
+
+
+def ask(link: Any, wants: Sequence[Want], routes: Sequence[int], parcels: list[Parcel]) -> None:
+    """Make room for the envelopes, in ``parcels``; what somebody has left comes first."""
+    for want, route in zip(wants, routes, strict=True):
+        queue = link.left.get((want[0], route))
+        if not queue:
+            expect(link.base, [want], [route], parcels)
+            continue
+        parcel = queue[0]
+        parcel.want = want
+        parcels.append(parcel)
+        parcel.is_left = False
+        del queue[0]
