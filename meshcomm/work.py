@@ -142,7 +142,7 @@ class Work(Generic[T]):
                 self._value, self._over, self._source = value, True, None
                 return value
             except TimedOutError as late:
-                waited = 0.0 if timeout is None else time.monotonic() - began
+                waited = None if timeout is None else time.monotonic() - began
                 raise CommError(self._late(waited, str(late))) from None
             except Exception as error:
                 self._error, self._over, self._source, self._look = error, True, None, None
@@ -242,7 +242,7 @@ class Work(Generic[T]):
                 yield
         return self.wait()
 
-    def _late(self, waited: float, absent: str = "") -> str:
+    def _late(self, waited: float | None, absent: str = "") -> str:
         since = time.monotonic() - self._began
         return _not_done(self._known, waited, since, absent, "wait again, nothing is lost; or")
 
@@ -437,11 +437,12 @@ class Limit:
         )
 
 
-def _not_done(call: Call | None, waited: float, since: float, absent: str, fix: str) -> str:
+def _not_done(call: Call | None, waited: float | None, since: float, absent: str, fix: str) -> str:
+    now = "when the time of its mesh was up" if waited is None else f"after {waited:.3g} s of waiting"
     what, got = ("wait", "") if call is None else (call.what, str(call))
     return text(
         what,
-        f"not done after {waited:.3g} s of waiting, {since:.3g} s after it began.",
+        f"not done {now}, {since:.3g} s after it began.",
         got="; ".join(part for part in (got, absent) if part),
         fix=f"{fix} see where the other ranks are, for one of them has not made this call"
         " (py-spy dump --pid, faulthandler.dump_traceback_later; among in-process ranks that is an error which"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -339,3 +340,33 @@ def test_what_does_not_fit_under_guard(guarded4: Any, early: bool) -> None:
     said, second = guarded4.run(told_under_guard, early)[0]
     assert ("does not fit: index 1 sends f32[3], index 0 expects f32[4]" in said) is early
     assert second == 2.0
+
+
+# ------------------------------------------------------------------------------------------- when a mesh's time is up
+
+
+def long_after(way: str, length: int) -> list[float]:
+    """To gloo a wait that runs out of time is the end of the group."""
+    if mc.rank() > 1:
+        return []
+    mesh, work = mc.make_mesh({"a": 2}, ranks=[0, 1], timeout=0.5), None
+    mc.barrier("a", mesh=mesh, timeout=LONG)
+    if mesh.rank == 0 and way.startswith("kept"):
+        work = mc.recv("a", 1, shape=(length,), dtype=F32, mesh=mesh, async_op=True)
+        assert not work.done()
+        if way == "kept, waited for":
+            assert "not done" in told(work.wait)  # and it may be waited for again
+    elif mesh.rank == 0:
+        give_up(mesh, way, length)
+    time.sleep(0.7)
+    mc.barrier("a", mesh=mesh, timeout=LONG)
+    if mesh.rank == 1:
+        send(mesh, length, 1.0)
+        return []
+    return [values(recv(mesh, length) if work is None else work.wait(LONG)), mc.axis_size("a", mesh=mesh)]
+
+
+@pytest.mark.parametrize("length", [SHORT, WIDE])
+@pytest.mark.parametrize("way", ["in time", "followed", "kept", "kept, waited for"])
+def test_the_group_goes_on(gloo4: Any, way: str, length: int) -> None:
+    assert gloo4.run(long_after, way, length)[0] == [1.0, 2]

@@ -172,7 +172,7 @@ def _made(here: membership.ProcessWorld, family: Family, name: str) -> ProcessLi
         link = detoured(*args, own=here.device)
     else:
         link = (HostsLink if hosts is not None else ProcessLink if near is None else OneHostLink)(*args)
-    link.hold = hold = _Hold(log, family, name)
+    link.hold, link.limit = (hold := _Hold(log, family, name)), limit.total_seconds()
     link.makers |= {"turn": hold.turn, "channel": hold.channel}
     link.numbers = family.numbers
     if link.nccl:
@@ -185,7 +185,7 @@ def _made(here: membership.ProcessWorld, family: Family, name: str) -> ProcessLi
         for when in ("early", "late"):
             part = NearLink(*among, recorder.Log(*among[1:], seconds), f"{name}, {when} on {own}")
             part.log.title, part.log.meeting, part.log.axes = log.title, log.meeting, log.axes
-            part.on_axis, part.axis_log, part.hold = own, log, hold
+            part.on_axis, part.axis_log, part.hold, part.limit = own, log, hold, link.limit
             patience = limit.total_seconds() + _FOR_THE_WIRE
             part.makers["mail"] = partial(_mail_of, those, part.name, part.index, patience, here.adopted, hold)
             _links.add(part)

@@ -118,6 +118,7 @@ def settled(value: Any) -> Any:
     except TimedOutError as late:
         fix = "see where the other ranks are: all ranks of an axis must make the same calls in the same order"
         what = late.told() if late.told is not None else text("wait", f"the time is up: {late}.", fix=fix)
+        value.give_up()
         raise CommError(what) from None
 
 

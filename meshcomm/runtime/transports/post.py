@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshcomm.errors import CommError
 from meshcomm.runtime.call import Post, Want
-from meshcomm.runtime.pending import Pending, begin_all, queued
+from meshcomm.runtime.pending import Pending, begin_all, queued, settled
 from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.recorder import DROPPED, ENDED, THREAD, Log, Named, Record, failed
 from meshcomm.runtime.transports import dtypes, envelopes
@@ -231,7 +231,7 @@ class Carried:
         record[THREAD] = get_ident()
         try:
             if self._messages is not None:
-                self._messages.wait(None)
+                settled(self._messages)
             for work in self._works:
                 work.wait()
         except RuntimeError as error:

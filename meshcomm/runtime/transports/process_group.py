@@ -18,7 +18,7 @@ from meshcomm import _torch
 from meshcomm.errors import CommError
 from meshcomm.runtime.call import Post, Want, is_agreed, told
 from meshcomm.runtime.health import attendance
-from meshcomm.runtime.pending import Pending, begin_all, queued, then
+from meshcomm.runtime.pending import Pending, begin_all, queued, settled, then
 from meshcomm.runtime.process import forks
 from meshcomm.runtime.recorder import Log, Named, recorded
 from meshcomm.runtime.transports import dtypes
@@ -410,7 +410,7 @@ class ProcessLink(GroupLink):
         found = Requests(self, where, parcels, sending)
         if told.begun is not None:
             told.begun.append((found.give_up, ()))
-        return cast("list[Tensor]", found) if told.later else found.wait(None)
+        return cast("list[Tensor]", found if told.later else settled(found))
 
     def _by_batch(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
         """As an accelerator's backend does it: see ``device_post.py``."""

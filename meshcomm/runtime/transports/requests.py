@@ -22,7 +22,7 @@ from meshcomm.runtime.pending import Pending
 from meshcomm.runtime.process import exits
 from meshcomm.runtime.transports import envelopes
 from meshcomm.runtime.transports.post import CALLS, Parcel, expect, open_all, taken
-from meshcomm.runtime.transports.underway import Messages, Steps, apart
+from meshcomm.runtime.transports.underway import FOR_EVER, Messages, Steps, apart, out_of_time
 
 
 class Requests(Pending):
@@ -47,10 +47,11 @@ class Requests(Pending):
 
     def wait(self, timeout: float | None) -> list[Tensor]:
         """All of them, and until what was sent was taken, within the time."""
-        end = None if timeout is None else time.monotonic() + timeout
+        link, end = self._link, None if timeout is None else time.monotonic() + timeout
         for each in self._under_way():
+            if end is None and isinstance(each, Steps) and not each.ends_within(link.limit):
+                raise out_of_time(link)
             each.wait(None if end is None else max(0.0, end - time.monotonic()))
-        link = self._link
         try:
             _open(link, self._where, self._parcels, self._inference)
         except BaseException:
@@ -94,10 +95,11 @@ def _open(link: Any, where: str, parcels: Sequence[Parcel], inference: bool) -> 
         link._wait("exchange", works)
 
 
-def _opening(link: Any, parcel: Parcel, envelope: Pending, inference: bool) -> Steps:
+def _opening(link: Any, parcel: Parcel, envelope: Messages, inference: bool) -> Steps:
     """The same of one whose envelope is not here yet, on a thread."""
 
     def steps() -> None:
+        envelope.settle(FOR_EVER)
         envelope.wait(None)
         _open(link, "exchange", [parcel], inference)
 
@@ -122,7 +124,7 @@ def leave(link: Any, parcels: Sequence[Parcel]) -> None:
         if parcel.brought is None:
             _settle(link, [parcel])
         brought = parcel.brought
-        if not (brought is None or isinstance(brought, Steps)):
+        if isinstance(brought, Messages):
             parcel.brought = _opening(link, parcel, brought, torch.is_inference_mode_enabled())
         parcel.is_left = True
         key = parcel.want[0], parcel.route
