@@ -50,11 +50,13 @@ _numbers = itertools.count()
 class Parcel:
     """A message that is expected."""
 
-    __slots__ = ("brought", "data", "found", "is_left", "number", "packed", "route", "want", "work")
+    __slots__ = ("brought", "data", "found", "is_left", "number", "packed", "route", "want", "works")
 
-    def __init__(self, data: Tensor, work: dist.Work, want: Want, route: int) -> None:
-        """``work``: of the envelope, then of what follows it; ``route``: the tag, to gloo."""
-        self.data, self.work, self.want, self.route = data, work, want, route
+    def __init__(self, data: Tensor, want: Want, route: int) -> None:
+        """``route``: the tag, to gloo."""
+        self.data, self.want, self.route = data, want, route
+        self.works: list[dist.Work] = []
+        """Of the envelope, and of what follows it."""
         self.found: Envelope | None = None
         self.packed: Tensor | None = None
         """What has come, and where it is: it fits, or it is bytes."""
@@ -68,26 +70,31 @@ class Parcel:
 def expect(base: dist.ProcessGroup, wants: Sequence[Want], routes: Sequence[int], parcels: list[Parcel]) -> None:
     """Make room for the envelopes, in ``parcels``."""
     for want, route in zip(wants, routes, strict=True):
-        data = envelopes.empty()
-        parcels.append(Parcel(data, base.recv([data], want[0], route), want, route))
+        parcel = Parcel(envelopes.empty(), want, route)
+        parcels.append(parcel)
+        # Ctrl-C comes when a call is back: by then what was asked of gloo is in the list.
+        parcel.works.extend(map(base.recv, [[parcel.data]], [want[0]], [route]))
 
 
 def deliver(
-    base: dist.ProcessGroup, name: str, numbers: Iterator[int], posts: Sequence[Post], routes: Sequence[int]
-) -> tuple[list[dist.Work], list[Tensor]]:  # fmt: skip
-    """Send; and what is read until it is sent."""
-    works, kept = [], []
+    base: dist.ProcessGroup, name: str, numbers: Iterator[int], posts: Sequence[Post], routes: Sequence[int],
+    works: list[dist.Work],
+) -> list[Tensor]:  # fmt: skip
+    """Send, all or nothing, where Ctrl-C comes; ``works`` end when it is sent. Gives what is read until then."""
+    kept, to, by = [], [], []
     for (x, dst, tag), route in zip(posts, routes, strict=True):
         packed = dtypes.to_bytes(x)
         large = packed.nbytes > envelopes.ROOM
         follows = following(next(numbers)) if large else 0
-        data = Envelope.of(name, tag, x, follows).write(packed)
-        works.append(base.send([data], dst, route))
-        kept.append(data)
+        kept.append(Envelope.of(name, tag, x, follows).write(packed))
+        to.append(dst)
+        by.append(route)
         if follows:
-            works.append(base.send([packed], dst, follows))
             kept.append(packed)
-    return works, kept
+            to.append(dst)
+            by.append(follows)
+    works.extend(map(base.send, [[x] for x in kept], to, by))
+    return kept
 
 
 def open_all(base: dist.ProcessGroup, name: str, parcels: Sequence[Parcel]) -> list[dist.Work]:
@@ -100,14 +107,15 @@ def open_all(base: dist.ProcessGroup, name: str, parcels: Sequence[Parcel]) -> l
             continue
         data, (src, shape, dtype, tag, _) = parcel.data, parcel.want
         found = Envelope.read(data)
-        fits = found.is_for(name, tag, dtype, shape)
-        length, like = (shape, torch.empty(0, dtype=dtype, device="cpu")) if fits else ((found.nbytes,), data)
-        parcel.packed = packed = dtypes.to_bytes(reserve.empty(length, like))
-        if found.follows:
-            parcel.work = base.recv([packed], src, found.follows)
-            works.append(parcel.work)
-        elif packed.numel():
-            packed.view(torch.uint8).copy_(envelopes.inside(data, found.nbytes))
+        if len(parcel.works) == 1:  # else somebody was interrupted here
+            fits = found.is_for(name, tag, dtype, shape)
+            length, like = (shape, torch.empty(0, dtype=dtype, device="cpu")) if fits else ((found.nbytes,), data)
+            parcel.packed = packed = dtypes.to_bytes(reserve.empty(length, like))
+            if found.follows:
+                parcel.works.extend(map(base.recv, [[packed]], [src], [found.follows]))
+            elif packed.numel():
+                packed.view(torch.uint8).copy_(envelopes.inside(data, found.nbytes))
+        works += [work for work in parcel.works[1:] if not work.is_completed()]
         parcel.found = found
     return works
 

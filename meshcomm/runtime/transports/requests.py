@@ -40,7 +40,7 @@ class Requests(Pending):
 
     def _brought(self, parcel: Parcel) -> Pending:
         """What is large has a thread, which opens its envelope: who has sent it waits for that."""
-        envelope, (_, shape, dtype, *_) = Messages(self._link, [parcel.work], None, parcel.data), parcel.want
+        envelope, (_, shape, dtype, *_) = Messages(self._link, [parcel.works[-1]], None, parcel.data), parcel.want
         if math.prod(shape) * dtype.itemsize <= envelopes.ROOM:
             return envelope
         return _opening(self._link, parcel, envelope, self._inference)
@@ -108,7 +108,7 @@ def _settle(link: Any, parcels: Sequence[Parcel]) -> None:
     """Who was interrupted waits no more; what brings the rest does."""
     for parcel in parcels:
         if parcel.brought is None or parcel.brought.done():
-            rest = [] if parcel.work.is_completed() else [parcel.work]
+            rest = [work for work in parcel.works if not work.is_completed()]
             parcel.brought = Messages(link, rest, None, (parcel.data, parcel.packed))
 
 
@@ -117,7 +117,7 @@ def leave(link: Any, parcels: Sequence[Parcel]) -> None:
     if exits.leaving():
         return
     for parcel in parcels:
-        if parcel.is_left or parcel.route >= CALLS:  # of which no other call asks
+        if parcel.is_left or not parcel.works or parcel.route >= CALLS:  # of which no other call asks
             continue
         if parcel.brought is None:
             _settle(link, [parcel])
