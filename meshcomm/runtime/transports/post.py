@@ -50,7 +50,7 @@ _numbers = itertools.count()
 class Parcel:
     """A message that is expected."""
 
-    __slots__ = ("brought", "data", "found", "is_left", "number", "packed", "route", "want", "works")
+    __slots__ = ("brought", "data", "found", "is_left", "number", "packed", "rest", "route", "want", "works")
 
     def __init__(self, data: Tensor, want: Want, route: int) -> None:
         """``route``: the tag, to gloo."""
@@ -61,7 +61,8 @@ class Parcel:
         self.packed: Tensor | None = None
         """What has come, and where it is: it fits, or it is bytes."""
         self.brought: Pending | None = None
-        """Waits for it, where that is done later, or who has asked has given up."""
+        self.rest: Pending | None = None
+        """Wait for it, and for what follows, where that is done later, or who has asked has given up."""
         self.number = next(_numbers)
         self.is_left = False
         """Whether nobody gets it who has asked."""
@@ -103,20 +104,19 @@ def open_all(base: dist.ProcessGroup, name: str, parcels: Sequence[Parcel]) -> l
     """
     works = []
     for parcel in parcels:
-        if parcel.found is not None:
-            continue
         data, (src, shape, dtype, tag, _) = parcel.data, parcel.want
-        found = Envelope.read(data)
-        if len(parcel.works) == 1:  # else somebody was interrupted here
-            fits = found.is_for(name, tag, dtype, shape)
-            length, like = (shape, torch.empty(0, dtype=dtype, device="cpu")) if fits else ((found.nbytes,), data)
-            parcel.packed = packed = dtypes.to_bytes(reserve.empty(length, like))
-            if found.follows:
-                parcel.works.extend(map(base.recv, [[packed]], [src], [found.follows]))
-            elif packed.numel():
-                packed.view(torch.uint8).copy_(envelopes.inside(data, found.nbytes))
+        if parcel.found is None:
+            found = Envelope.read(data)
+            if len(parcel.works) == 1:  # else somebody was interrupted here
+                fits = found.is_for(name, tag, dtype, shape)
+                length, like = (shape, torch.empty(0, dtype=dtype, device="cpu")) if fits else ((found.nbytes,), data)
+                parcel.packed = packed = dtypes.to_bytes(reserve.empty(length, like))
+                if found.follows:
+                    parcel.works.extend(map(base.recv, [[packed]], [src], [found.follows]))
+                elif packed.numel():
+                    packed.view(torch.uint8).copy_(envelopes.inside(data, found.nbytes))
+            parcel.found = found
         works += [work for work in parcel.works[1:] if not work.is_completed()]
-        parcel.found = found
     return works
 
 
