@@ -31,10 +31,11 @@ from meshcomm.runtime.transports.device_post import (
     messages_for,
     tags_of,
 )  # fmt: skip
+from meshcomm.runtime.transports.gloo.carrier import Carrier
+from meshcomm.runtime.transports.gloo.post import Parcel, deliver, expect, open_all, route_of, taken
+from meshcomm.runtime.transports.gloo.requests import Requests, ask, leave
 from meshcomm.runtime.transports.group_link import SUMMED, GroupLink, Message, both, options_for
-from meshcomm.runtime.transports.post import Carrier, Parcel, deliver, expect, open_all, route_of, taken
 from meshcomm.runtime.transports.protocol import Empty
-from meshcomm.runtime.transports.requests import Requests, ask, leave
 from meshcomm.runtime.transports.underway import Messages, Walker
 
 T = TypeVar("T")

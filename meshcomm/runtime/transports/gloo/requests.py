@@ -20,8 +20,8 @@ from torch import Tensor
 from meshcomm.runtime.call import Want
 from meshcomm.runtime.pending import Pending
 from meshcomm.runtime.process import exits
-from meshcomm.runtime.transports import envelopes
-from meshcomm.runtime.transports.post import CALLS, Parcel, expect, open_all, taken
+from meshcomm.runtime.transports.gloo import envelopes
+from meshcomm.runtime.transports.gloo.post import CALLS, Parcel, expect, open_all, taken
 from meshcomm.runtime.transports.underway import Messages, Steps, apart
 
 
