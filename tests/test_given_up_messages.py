@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import meshcomm as mc
-from meshcomm.runtime.transports.envelopes import ROOM
+from meshcomm.runtime.transports.gloo.envelopes import ROOM
 
 Run = Callable[..., list[Any]]
 SOON, LONG = 0.02, 60.0

@@ -25,12 +25,13 @@ from meshcomm.collectives.door import _handed
 from meshcomm.runtime.process import lending
 from meshcomm.runtime.process.boxes import Box
 from meshcomm.runtime.process.lending import PART
-from meshcomm.runtime.transports.envelopes import ROOM, SIZE, Envelope
-from meshcomm.runtime.transports.shared import one_message
-from meshcomm.runtime.transports.shared.letters import INSIDE, MOST, Letters, letters_of
+from meshcomm.runtime.transports.gloo.envelopes import ROOM, SIZE, Envelope
 from meshcomm.runtime.transports.shared.mailbox import Mail
-from meshcomm.runtime.transports.shared.messages import Posted
-from meshcomm.runtime.transports.shared.one_message import _write
+from meshcomm.runtime.transports.shared.messages import one_message
+from meshcomm.runtime.transports.shared.messages.letters import Letters, letters_of
+from meshcomm.runtime.transports.shared.messages.one_message import _write
+from meshcomm.runtime.transports.shared.messages.posted import Posted
+from meshcomm.runtime.transports.shared.messages.written import INSIDE, MOST
 from meshcomm.runtime.transports.shared.waiting import Wait
 from meshcomm.runtime.transports.underway import Messages
 

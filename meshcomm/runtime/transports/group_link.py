@@ -30,7 +30,7 @@ from meshcomm.runtime.process import accelerator, forks
 from meshcomm.runtime.recorder import BEGAN, ENDED, WHAT, Log, Record, failed, under_way
 from meshcomm.runtime.transports.algorithms import PacketLink
 from meshcomm.runtime.transports.device_post import KNOW_NO_TAGS, Outbox
-from meshcomm.runtime.transports.post import CALLS
+from meshcomm.runtime.transports.gloo.post import CALLS
 from meshcomm.runtime.transports.turns import Channel, Turn
 from meshcomm.runtime.transports.underway import Messages, Started, StartedOnDevice, Walker, started
 

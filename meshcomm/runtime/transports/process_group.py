@@ -31,10 +31,11 @@ from meshcomm.runtime.transports.device_post import (
     messages_for,
     tags_of,
 )  # fmt: skip
+from meshcomm.runtime.transports.gloo.carrier import Carrier
+from meshcomm.runtime.transports.gloo.post import Parcel, deliver, expect, open_all, route_of, taken
+from meshcomm.runtime.transports.gloo.requests import Requests, ask, leave
 from meshcomm.runtime.transports.group_link import SUMMED, GroupLink, Message, both, options_for
-from meshcomm.runtime.transports.post import Carrier, Parcel, deliver, expect, open_all, route_of, taken
 from meshcomm.runtime.transports.protocol import Empty
-from meshcomm.runtime.transports.requests import Requests, ask, leave
 from meshcomm.runtime.transports.underway import Messages, Walker
 
 T = TypeVar("T")
@@ -383,27 +384,31 @@ class ProcessLink(GroupLink):
         """Messages with envelopes: ``sent`` and ``got`` are their tags, to gloo."""
 
         parcels: list[Parcel] = []
+        sending: list[dist.Work] = []
+        kept: list[Tensor] = []
 
-        def begin() -> tuple[list[dist.Work], list[Tensor]]:
+        def begin() -> list[Tensor]:
             if self.left:
                 ask(self, wants, got, parcels)
             else:
                 expect(self.base, wants, got, parcels)
-            return deliver(self.base, self.name, self.numbers, posts, sent)
+            return deliver(self.base, self.name, self.numbers, posts, sent, sending) if posts else []
 
         try:
-            sending, kept = self._start(where, begin)
+            kept = self._start(where, begin)
             if told.later or (self.left and any(parcel.brought for parcel in parcels)):
                 return self._requested(where, parcels, Messages(self, sending, None, kept) if sending else None)
-            self._wait("exchange", [parcel.work for parcel in parcels])
+            self._wait("exchange", [parcel.works[0] for parcel in parcels])
             self._wait("exchange", [*self._start(where, lambda: open_all(self.base, self.name, parcels)), *sending])
             found = taken(where, self.name, self.index, parcels)
             if told.begun is not None:
                 told.begun.append((leave, (self, parcels)))
             return found
         except BaseException as error:
-            if not (isinstance(error, CommError) or (self.watched and is_agreed(self))):  # Ctrl-C
-                leave(self, parcels)
+            if not isinstance(error, CommError):  # Ctrl-C
+                Messages(self, [work for work in sending if not work.is_completed()], None, kept).abandon()
+                if not (self.watched and is_agreed(self)):
+                    leave(self, parcels)
             raise
 
     def _requested(self, where: str, parcels: list[Parcel], sending: Messages | None) -> list[Tensor]:

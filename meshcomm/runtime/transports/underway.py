@@ -215,11 +215,12 @@ class Messages(Pending):
     there is, for the group goes on when nobody waits any more.
     """
 
-    __slots__ = ("_error", "_keep", "_link", "_over", "_result", "_works")
+    __slots__ = ("_error", "_is_watched", "_keep", "_link", "_over", "_result", "_works")
 
     def __init__(self, link: Any, works: Sequence[dist.Work], result: Any, keep: object = None) -> None:
         self._link, self._works, self._result, self._keep = link, list(works), result, keep
         self._over: threading.Event | None = None
+        self._is_watched = False
         self._error: RuntimeError | None = None
         exits.loose.add(self)
 
@@ -260,12 +261,23 @@ class Messages(Pending):
 
     def _watch(self) -> threading.Event:
         mine = threading.Event()
-        if (over := self._claimed(mine)) is mine:
-            self._go_on()
+        try:
+            if (over := self._claimed(mine)) is mine:
+                self._go_on()
+        except BaseException:  # Ctrl-C
+            if self._over is mine:
+                self._go_on()
+            raise
         return over
 
     def _go_on(self) -> None:
+        """On a thread, the first one of those that were started before Ctrl-C and after."""
+
         def watch() -> None:
+            with _claiming:
+                if self._is_watched:
+                    return
+                self._is_watched = True
             with exits.blocked():
                 self._wait(FOR_EVER)
 

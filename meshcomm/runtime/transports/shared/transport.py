@@ -29,15 +29,18 @@ from meshcomm.runtime.process.lending import put
 from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.recorder import CALL, ENDED, Log, Named, Record, failed
 from meshcomm.runtime.transports import dtypes
+from meshcomm.runtime.transports.gloo.carrier import Carrier
+from meshcomm.runtime.transports.gloo.post import route_of
 from meshcomm.runtime.transports.group_link import Made
-from meshcomm.runtime.transports.post import Carrier, route_of
 from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.protocol import Empty, Parts
-from meshcomm.runtime.transports.shared import at_once, one_message
+from meshcomm.runtime.transports.shared import at_once
 from meshcomm.runtime.transports.shared.call import Call, Fill, Mail, Meaning, Reading, Watch
 from meshcomm.runtime.transports.shared.differences import compare_given
-from meshcomm.runtime.transports.shared.letters import Letters, Parcel, Sent, letters_of
-from meshcomm.runtime.transports.shared.messages import Letterbox, Posted
+from meshcomm.runtime.transports.shared.messages import one_message
+from meshcomm.runtime.transports.shared.messages.letters import Letters, letters_of
+from meshcomm.runtime.transports.shared.messages.parcels import Parcel, Sent
+from meshcomm.runtime.transports.shared.messages.posted import Letterbox, Posted
 from meshcomm.runtime.transports.shared.words import brief, code_of, meaning_of
 
 T = TypeVar("T")

@@ -9,19 +9,19 @@ was asked for cannot be taken back::
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from meshcomm.runtime.call import Want
 from meshcomm.runtime.pending import Pending
 from meshcomm.runtime.process import exits
-from meshcomm.runtime.transports import envelopes
-from meshcomm.runtime.transports.post import CALLS, Parcel, expect, open_all, taken
+from meshcomm.runtime.transports.gloo import envelopes
+from meshcomm.runtime.transports.gloo.post import CALLS, Parcel, expect, open_all, taken
 from meshcomm.runtime.transports.underway import FOR_EVER, Messages, Steps, apart, out_of_time
 
 
@@ -36,14 +36,14 @@ class Requests(Pending):
         self._inference, self._is_left = torch.is_inference_mode_enabled(), False
         for parcel in parcels:
             if parcel.brought is None:
-                parcel.brought = self._brought(parcel)
+                self._bring(parcel)
 
-    def _brought(self, parcel: Parcel) -> Pending:
+    def _bring(self, parcel: Parcel) -> None:
         """What is large has a thread, which opens its envelope: who has sent it waits for that."""
-        envelope, (_, shape, dtype, *_) = Messages(self._link, [parcel.work], None, parcel.data), parcel.want
-        if math.prod(shape) * dtype.itemsize <= envelopes.ROOM:
-            return envelope
-        return _opening(self._link, parcel, envelope, self._inference)
+        parcel.brought = envelope = Messages(self._link, parcel.works[:1], None, parcel.data)
+        _, shape, dtype, *_ = parcel.want
+        if math.prod(shape) * dtype.itemsize > envelopes.ROOM:
+            parcel.brought = _opening(self._link, parcel, envelope, self._inference)
 
     def wait(self, timeout: float | None) -> list[Tensor]:
         """All of them, and until what was sent was taken, within the time."""
@@ -52,11 +52,7 @@ class Requests(Pending):
             if end is None and isinstance(each, Steps) and not each.ends_within(link.limit):
                 raise out_of_time(link)
             each.wait(None if end is None else max(0.0, end - time.monotonic()))
-        try:
-            _open(link, self._where, self._parcels, self._inference)
-        except BaseException:
-            _settle(link, self._parcels)
-            raise
+        _open(link, self._where, self._parcels, self._inference)
         if self._sending is not None:
             self._sending.wait(None if end is None else max(0.0, end - time.monotonic()))
         found = taken(self._where, link.name, link.index, self._parcels)
@@ -84,15 +80,23 @@ class Requests(Pending):
             self._sending.abandon()
 
 
+_to_open = threading.RLock()
+
+
 def _open(link: Any, where: str, parcels: Sequence[Parcel], inference: bool) -> None:
     """Until all of them is here. ``inference``: in which mode they were asked for, not that of who opens them."""
 
-    def opened() -> list[dist.Work]:
-        with torch.inference_mode(inference):
-            return open_all(link.base, link.name, parcels)
+    def opened() -> None:
+        with _to_open, torch.inference_mode(inference):
+            for parcel in parcels:
+                works = open_all(link.base, link.name, [parcel])
+                if works and parcel.rest is None:
+                    parcel.rest = Messages(link, works, None, parcel.packed)
 
-    if works := link._start(where, opened):
-        link._wait("exchange", works)
+    link._start(where, opened)
+    for parcel in parcels:
+        if parcel.rest is not None:
+            parcel.rest.wait(None)
 
 
 def _opening(link: Any, parcel: Parcel, envelope: Messages, inference: bool) -> Steps:
@@ -106,12 +110,10 @@ def _opening(link: Any, parcel: Parcel, envelope: Messages, inference: bool) -> 
     return apart(steps)
 
 
-def _settle(link: Any, parcels: Sequence[Parcel]) -> None:
+def _left_over(link: Any, parcel: Parcel) -> None:
     """Who was interrupted waits no more; what brings the rest does."""
-    for parcel in parcels:
-        if parcel.brought is None or parcel.brought.done():
-            rest = [] if parcel.work.is_completed() else [parcel.work]
-            parcel.brought = Messages(link, rest, None, (parcel.data, parcel.packed))
+    works = [work for work in parcel.works if not work.is_completed()]
+    parcel.brought = Messages(link, works, None, (parcel.data, parcel.packed))
 
 
 def leave(link: Any, parcels: Sequence[Parcel]) -> None:
@@ -119,10 +121,10 @@ def leave(link: Any, parcels: Sequence[Parcel]) -> None:
     if exits.leaving():
         return
     for parcel in parcels:
-        if parcel.is_left or parcel.route >= CALLS:  # of which no other call asks
+        if parcel.is_left or not parcel.works or parcel.route >= CALLS:  # of which no other call asks
             continue
         if parcel.brought is None:
-            _settle(link, [parcel])
+            _left_over(link, parcel)
         brought = parcel.brought
         if isinstance(brought, Messages):
             parcel.brought = _opening(link, parcel, brought, torch.is_inference_mode_enabled())
