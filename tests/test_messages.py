@@ -22,6 +22,7 @@ from torch import Tensor
 import meshcomm as mc
 from meshcomm.collectives import door
 from meshcomm.collectives.door import _handed
+from meshcomm.objects import letters as object_letters
 from meshcomm.runtime.process import lending
 from meshcomm.runtime.process.boxes import Box
 from meshcomm.runtime.process.lending import PART
@@ -802,11 +803,33 @@ def test_who_sends_is_interrupted_anywhere(pool4: Any, length: int) -> None:
     assert max(pool4.run(sender_at_each_door, length)) > 10
 
 
+@pytest.mark.parametrize("length", [16, 5000])
+def test_who_sends_over_gloo_is_interrupted_anywhere(gloo4: Any, length: int) -> None:
+    assert max(gloo4.run(sender_at_each_door, length)) > 10
+
+
 @pytest.mark.parametrize("seconds", [0.0, 2e-3], ids=["soon", "late"])
 @pytest.mark.parametrize("how", ["now", "exchange", "in time", "later", "object"])
 @pytest.mark.parametrize("length", [16, 5000, PART])
 def test_who_receives_is_interrupted_anywhere(pool4: Any, length: int, how: str, seconds: float) -> None:
     assert max(pool4.run(receiver_at_each_door, length, how, seconds)) > 10
+
+
+@pytest.mark.parametrize("how", ["now", "exchange", "in time", "later", "object"])
+@pytest.mark.parametrize("length", [16, 5000])
+def test_who_receives_over_gloo_is_interrupted_anywhere(gloo4: Any, length: int, how: str) -> None:
+    assert max(gloo4.run(receiver_at_each_door, length, how, 0.0)) > 10
+
+
+def object_in_parts(length: int) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(object_letters, "_CHUNK", 2 * length)
+        return receiver_at_each_door(length, "object", 0.0)
+
+
+@pytest.mark.parametrize("pool", ["pool4", "gloo4"])
+def test_who_receives_an_object_in_parts_is_interrupted_anywhere(request: pytest.FixtureRequest, pool: str) -> None:
+    assert max(request.getfixturevalue(pool).run(object_in_parts, 5000)) > 10
 
 
 def interrupted_before_it_says_so() -> list[float]:

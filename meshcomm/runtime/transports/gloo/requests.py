@@ -20,7 +20,9 @@ from torch import Tensor
 from meshcomm.runtime.call import Want
 from meshcomm.runtime.pending import Pending
 from meshcomm.runtime.process import exits
+from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.gloo import envelopes
+from meshcomm.runtime.transports.gloo.envelopes import Envelope
 from meshcomm.runtime.transports.gloo.post import CALLS, Parcel, expect, open_all, taken
 from meshcomm.runtime.transports.underway import Messages, Steps, apart
 
@@ -119,7 +121,8 @@ def leave(link: Any, parcels: Sequence[Parcel]) -> None:
     if exits.leaving():
         return
     for parcel in parcels:
-        if parcel.is_left or not parcel.works or parcel.route >= CALLS:  # of which no other call asks
+        asked = parcel.works or parcel.found is not None
+        if parcel.is_left or not asked or parcel.route >= CALLS:  # of which no other call asks
             continue
         if parcel.brought is None:
             _left_over(link, parcel)
@@ -129,6 +132,16 @@ def leave(link: Any, parcels: Sequence[Parcel]) -> None:
         parcel.is_left = True
         key = parcel.want[0], parcel.route
         link.left[key] = sorted([*link.left.get(key, ()), parcel], key=lambda parcel: parcel.number)
+
+
+def keep(link: Any, want: Want, route: int, x: Tensor) -> None:
+    """Leave what came for this, and nobody got."""
+    parcel = Parcel(envelopes.empty(), want, route)
+    parcel.packed = dtypes.to_bytes(x)
+    parcel.found = Envelope.of(link.name, want[3], x, 0)
+    first = link.left.get((want[0], route))
+    parcel.number = first[0].number - 1 if first else parcel.number  # the last that came is kept first
+    leave(link, [parcel])
 
 
 def ask(link: Any, wants: Sequence[Want], routes: Sequence[int], parcels: list[Parcel]) -> None:

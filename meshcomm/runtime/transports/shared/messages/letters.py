@@ -111,6 +111,7 @@ class Letters:
         if at is None:
             return False
         other = asked[at]
+        parcel.number = other.number
         if not other.is_kept:
             asked[at] = parcel
             return True
@@ -318,8 +319,9 @@ class Letters:
                     if not parcel.is_here:
                         parcel.out = None
                 elif parcel.is_here:
+                    at = sum(other.number < parcel.number for other in asked)
                     parcel.is_left = parcel.is_kept = True  # no call from here to that of the next line
-                    asked.appendleft(parcel)
+                    asked.insert(at, parcel)
                 elif not asked:
                     del self.asked[parcel.key]
 
