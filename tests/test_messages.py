@@ -750,6 +750,9 @@ def all_given_back() -> None:
     assert free.count(False) <= 1  # what the last collective lent, which the other one reads
 
 
+IN_ORDER = bytes(i % 251 for i in range(20_000))
+
+
 def receiver_at_each_door(length: int, how: str, seconds: float) -> int:
     """Who receives is interrupted wherever that can be, and asks again: it gets that message, and the next one next."""
     mesh = pair()
@@ -759,7 +762,9 @@ def receiver_at_each_door(length: int, how: str, seconds: float) -> int:
 
     def take(works: list[Any]) -> Tensor:
         if how == "object":
-            return mc.recv_object("a", 0, mesh=mesh)
+            x, in_order = mc.recv_object("a", 0, mesh=mesh)
+            assert in_order == IN_ORDER
+            return x  # type: ignore[no-any-return]
         if how == "exchange":
             return mc.exchange([], [(0, (length,), torch.float32)], "a", mesh=mesh)[0]
         if how == "in time":
@@ -776,7 +781,10 @@ def receiver_at_each_door(length: int, how: str, seconds: float) -> int:
             time.sleep(seconds)
             for value in (float(times), -1.0):
                 x = torch.full((length,), value)
-                _ = mc.send_object(x, "a", 1, mesh=mesh) if how == "object" else mc.send(x, "a", 1, mesh=mesh)
+                if how == "object":
+                    mc.send_object((x, IN_ORDER), "a", 1, mesh=mesh)
+                else:
+                    mc.send(x, "a", 1, mesh=mesh)
             over = mc.recv("a", 1, shape=(), dtype=torch.bool, mesh=mesh).item()
         else:
             works: list[Any] = []

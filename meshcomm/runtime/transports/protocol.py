@@ -159,7 +159,7 @@ class Link(Primitives, Protocol):
     """
 
     def keep(self, want: Want, x: Tensor) -> None:
-        """``x`` is what came for ``want``, and nobody got it: it is for who asks next."""
+        """``x`` is what came for ``want``, and nobody got it: it is for who asks next, before what was kept so far."""
 
     def sum_told(self, x: Tensor, said: tuple[Any, ...]) -> Tensor:
         """all_reduce (sum), of a link that is told briefly: of what ``said`` says as ``told.call`` would."""

@@ -139,8 +139,7 @@ def keep(link: Any, want: Want, route: int, x: Tensor) -> None:
     parcel = Parcel(envelopes.empty(), want, route)
     parcel.packed = dtypes.to_bytes(x)
     parcel.found = Envelope.of(link.name, want[3], x, 0)
-    first = link.left.get((want[0], route))
-    parcel.number = first[0].number - 1 if first else parcel.number  # the last that came is kept first
+    parcel.number = -parcel.number  # before all others
     leave(link, [parcel])
 
 

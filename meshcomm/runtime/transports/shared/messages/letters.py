@@ -99,14 +99,14 @@ class Letters:
         """For the next messages over their routes."""
         with self.receiving:
             for parcel in parcels:
-                asked = self.asked.setdefault(parcel.key, deque())
-                if not (self.some_left and asked and self._succeed(parcel, asked)):
-                    asked.append(parcel)
+                if not (self.some_left and self._succeed(parcel)):
+                    self.asked.setdefault(parcel.key, deque()).append(parcel)
 
-    def _succeed(self, parcel: Parcel, asked: deque[Parcel]) -> bool:
+    def _succeed(self, parcel: Parcel) -> bool:
         """Whether it takes the place of one that was given up, or what has come there."""
-        if parcel.key in self.came:
+        if parcel.key in self.came and parcel.key in self.asked:
             self._give(parcel.key)
+        asked = self.asked.get(parcel.key, deque())
         at = next((at for at, other in enumerate(asked) if other.is_left), None)
         if at is None:
             return False
@@ -299,6 +299,7 @@ class Letters:
         """Nobody got this message, which was taken out of its letter: it is for who asks next."""
         parcel = Parcel(link, "exchange", want, route, out)
         parcel.is_here = True
+        parcel.number = -parcel.number  # before all others
         self.forget([parcel])
 
     def forget(self, parcels: Sequence[Parcel]) -> None:
@@ -307,7 +308,7 @@ class Letters:
         """
         with self.receiving:
             self.some_left = True
-            for parcel in reversed(parcels):  # the first of them comes to stand first
+            for parcel in parcels:
                 if parcel.key[1] >= CALLS:  # no other call asks for what this one's are
                     parcel.dropped = True
                     continue
