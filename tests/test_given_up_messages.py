@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import meshcomm as mc
 from meshcomm.runtime.transports.gloo.envelopes import ROOM
+from meshcomm.runtime.transports.shared.messages.letters import letters_of
 
 Run = Callable[..., list[Any]]
 SOON, LONG = 0.02, 60.0
@@ -294,6 +296,32 @@ def one_that_nobody_asks_for(length: int) -> bool:
 @pytest.mark.parametrize("length", [SHORT, WIDE])
 def test_one_that_nobody_asks_for(run: Run, length: int) -> None:
     assert all(run(one_that_nobody_asks_for, length))
+
+
+def let_go_while_it_looks() -> list[float]:
+    """Garbage is collected, and with it the Work, by who looks for messages just then."""
+    mesh = pair()
+    if mesh is None:
+        return []
+    if mesh.rank == 1:
+        mc.barrier("a", mesh=mesh)
+        send(mesh, SHORT, 1.0, 2.0)
+        return []
+    letters = letters_of(mesh.axis("a").link.mail)
+    letters.some_left = False
+    work = mc.recv("a", 1, shape=(SHORT,), dtype=F32, mesh=mesh, async_op=True)
+    assert "not done" in told(lambda: work.wait(SOON))
+    with letters.receiving:
+        del work
+        gc.collect()
+    while not letters.some_left:
+        time.sleep(1e-3)
+    mc.barrier("a", mesh=mesh)
+    return [values(recv(mesh, SHORT)) for _ in range(2)]
+
+
+def test_a_work_that_is_let_go_of_at_any_time(pool4: Any) -> None:
+    assert pool4.run(let_go_while_it_looks)[0] == [1.0, 2.0]
 
 
 # --------------------------------------------------------------------------------------------------------- under guard

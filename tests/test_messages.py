@@ -831,7 +831,7 @@ def test_who_receives_over_gloo_is_interrupted_anywhere(gloo4: Any, length: int,
 
 def object_in_parts(length: int) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(object_letters, "_CHUNK", 2 * length)
+        patch.setattr(object_letters, "_CHUNK", 4 * length)
         return receiver_at_each_door(length, "object", 0.0)
 
 

@@ -130,8 +130,9 @@ def leave(link: Any, parcels: Sequence[Parcel]) -> None:
         if not (brought is None or isinstance(brought, Steps)):
             parcel.brought = _opening(link, parcel, brought, torch.is_inference_mode_enabled())
         parcel.is_left = True
-        key = parcel.want[0], parcel.route
-        link.left[key] = sorted([*link.left.get(key, ()), parcel], key=lambda parcel: parcel.number)
+        queue = link.left.setdefault((parcel.want[0], parcel.route), [])
+        queue.append(parcel)
+        queue.sort(key=lambda parcel: parcel.number)
 
 
 def keep(link: Any, want: Want, route: int, x: Tensor) -> None:
@@ -154,4 +155,4 @@ def ask(link: Any, wants: Sequence[Want], routes: Sequence[int], parcels: list[P
         parcel.want = want
         parcels.append(parcel)
         parcel.is_left = False
-        del queue[0]
+        queue.remove(parcel)  # which need not be the first any more: a Work may be let go of at any time

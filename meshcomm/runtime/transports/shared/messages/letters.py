@@ -63,6 +63,9 @@ from meshcomm.runtime.transports.shared.messages.written import (
 )
 from meshcomm.runtime.transports.underway import Messages
 
+_PATIENCE = 0.1
+"""Seconds after which who waits for those that look may be one of them."""
+
 
 class Letters:
     """Those of one group: this rank's, and what it has seen of the others'."""
@@ -306,25 +309,36 @@ class Letters:
         """Nobody gets these: the places of those that have not come are for who asks next, and so is what has come; so
         is an error that nobody was told of, for those after it are not to take its place.
         """
-        with self.receiving:
-            self.some_left = True
-            for parcel in parcels:
-                if parcel.key[1] >= CALLS:  # no other call asks for what this one's are
-                    parcel.dropped = True
-                    continue
-                if parcel.is_left or parcel.is_settled:
-                    continue
-                asked = self.asked.setdefault(parcel.key, deque())
-                if parcel in asked:
-                    parcel.is_left = True
-                    if not parcel.is_here:
-                        parcel.out = None
-                elif parcel.is_here:
-                    at = sum(other.number < parcel.number for other in asked)
-                    parcel.is_left = parcel.is_kept = True  # no call from here to that of the next line
-                    asked.insert(at, parcel)
-                elif not asked:
-                    del self.asked[parcel.key]
+        taken: list[bool] = []
+        try:  # a Work may be let go of while this thread looks: Python collects garbage at any time
+            taken.extend(map(self.receiving.acquire, [True], [_PATIENCE]))
+            if taken[0]:
+                self._forget(parcels)
+            else:
+                threading.Thread(target=self.forget, args=(parcels,), name="meshcomm messages", daemon=True).start()
+        finally:
+            if taken and taken[0]:
+                self.receiving.release()
+
+    def _forget(self, parcels: Sequence[Parcel]) -> None:
+        self.some_left = True
+        for parcel in parcels:
+            if parcel.key[1] >= CALLS:  # no other call asks for what this one's are
+                parcel.dropped = True
+                continue
+            if parcel.is_left or parcel.is_settled:
+                continue
+            asked = self.asked.setdefault(parcel.key, deque())
+            if parcel in asked:
+                parcel.is_left = True
+                if not parcel.is_here:
+                    parcel.out = None
+            elif parcel.is_here:
+                at = sum(other.number < parcel.number for other in asked)
+                parcel.is_left = parcel.is_kept = True  # no call from here to that of the next line
+                asked.insert(at, parcel)
+            elif not asked:
+                del self.asked[parcel.key]
 
     # --------------------------------------------------------------------------------------------------- sending
 
