@@ -309,10 +309,10 @@ def let_go_while_it_looks() -> list[float]:
         return []
     letters = letters_of(mesh.axis("a").link.mail)
     letters.some_left = False
-    work = mc.recv("a", 1, shape=(SHORT,), dtype=F32, mesh=mesh, async_op=True)
-    assert "not done" in told(lambda: work.wait(SOON))
+    works = [mc.recv("a", 1, shape=(SHORT,), dtype=F32, mesh=mesh, async_op=True)]
+    assert "not done" in told(lambda: works[0].wait(SOON))
     with letters.receiving:
-        del work
+        works.clear()
         gc.collect()
     while not letters.some_left:
         time.sleep(1e-3)
