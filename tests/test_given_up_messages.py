@@ -13,6 +13,7 @@ from torch import Tensor
 
 import meshcomm as mc
 from meshcomm.runtime.transports.gloo.envelopes import ROOM
+from meshcomm.runtime.transports.shared.messages.letters import letters_of
 
 Run = Callable[..., list[Any]]
 SOON, LONG = 0.02, 60.0
@@ -166,18 +167,19 @@ def in_order(way: str, length: int, early: bool) -> list[float]:
         return []
     if mesh.rank == 1:
         mc.barrier("a", mesh=mesh)
-        first = [1.0, 2.0] if way == "works" else [1.0]  # the second in time has taken the place of the first
+        first = [1.0] if way == "in time" else [1.0, 2.0]  # the second in time has taken the place of the first
         send(mesh, length, *first)
         meet(mesh, early)
         send(mesh, length, *[value for value in (2.0, 3.0, 4.0) if value not in first])
         return []
-    if way == "works":
+    if way != "in time":
         works = [mc.recv("a", 1, shape=(length,), dtype=F32, mesh=mesh, async_op=True) for _ in range(2)]
         for work in works:
             told(lambda work=work: work.wait(SOON))  # type: ignore[misc]
         mc.barrier("a", mesh=mesh)
         meet(mesh, early)
-        works.reverse()  # let go of in this order
+        if way == "works, the last first":
+            works.reverse()
         while works:
             del works[0], work
             gc.collect()
@@ -192,7 +194,7 @@ def in_order(way: str, length: int, early: bool) -> list[float]:
 
 @pytest.mark.parametrize("early", [True, False], ids=["early", "late"])
 @pytest.mark.parametrize("length", [SHORT, WIDE])
-@pytest.mark.parametrize("way", ["in time", "works"])
+@pytest.mark.parametrize("way", ["in time", "works", "works, the last first"])
 def test_of_several_the_first_one_comes_first(run: Run, way: str, length: int, early: bool) -> None:
     assert run(in_order, way, length, early)[0] == [1.0, 2.0, 3.0, 4.0]
 
@@ -294,6 +296,32 @@ def one_that_nobody_asks_for(length: int) -> bool:
 @pytest.mark.parametrize("length", [SHORT, WIDE])
 def test_one_that_nobody_asks_for(run: Run, length: int) -> None:
     assert all(run(one_that_nobody_asks_for, length))
+
+
+def let_go_while_it_looks() -> list[float]:
+    """Garbage is collected, and with it the Work, by who looks for messages just then."""
+    mesh = pair()
+    if mesh is None:
+        return []
+    if mesh.rank == 1:
+        mc.barrier("a", mesh=mesh)
+        send(mesh, SHORT, 1.0, 2.0)
+        return []
+    letters = letters_of(mesh.axis("a").link.mail)
+    letters.some_left = False
+    works = [mc.recv("a", 1, shape=(SHORT,), dtype=F32, mesh=mesh, async_op=True)]
+    assert "not done" in told(lambda: works[0].wait(SOON))
+    with letters.receiving:
+        works.clear()
+        gc.collect()
+    while not letters.some_left:
+        time.sleep(1e-3)
+    mc.barrier("a", mesh=mesh)
+    return [values(recv(mesh, SHORT)) for _ in range(2)]
+
+
+def test_a_work_that_is_let_go_of_at_any_time(pool4: Any) -> None:
+    assert pool4.run(let_go_while_it_looks)[0] == [1.0, 2.0]
 
 
 # --------------------------------------------------------------------------------------------------------- under guard

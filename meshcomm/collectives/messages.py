@@ -21,13 +21,14 @@ from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.door import Either, Later, Now, aside, kept, made
 from meshcomm.errors import fail, shape_text
+from meshcomm.limit import Limit
 from meshcomm.mesh import Mesh
 from meshcomm.runtime.call import Post, Want
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.transports.protocol import Link
 from meshcomm.watch import here
-from meshcomm.work import Limit, Work, kind_of
+from meshcomm.work import Work, kind_of
 
 Tree = TypeVar("Tree")
 

@@ -172,7 +172,7 @@ def _made(here: membership.ProcessWorld, family: Family, name: str) -> ProcessLi
         link = detoured(*args, own=here.device)
     else:
         link = (HostsLink if hosts is not None else ProcessLink if near is None else OneHostLink)(*args)
-    link.hold, link.limit = (hold := _Hold(log, family, name)), limit.total_seconds()
+    link.hold = hold = _Hold(log, family, name)
     link.makers |= {"turn": hold.turn, "channel": hold.channel}
     link.numbers = family.numbers
     if link.nccl:
@@ -185,7 +185,7 @@ def _made(here: membership.ProcessWorld, family: Family, name: str) -> ProcessLi
         for when in ("early", "late"):
             part = NearLink(*among, recorder.Log(*among[1:], seconds), f"{name}, {when} on {own}")
             part.log.title, part.log.meeting, part.log.axes = log.title, log.meeting, log.axes
-            part.on_axis, part.axis_log, part.hold, part.limit = own, log, hold, link.limit
+            part.on_axis, part.axis_log, part.hold = own, log, hold
             patience = limit.total_seconds() + _FOR_THE_WIRE
             part.makers["mail"] = partial(_mail_of, those, part.name, part.index, patience, here.adopted, hold)
             _links.add(part)
@@ -227,12 +227,12 @@ class _Hold:
     what has a group of torch's: one that outlives the end of the interpreter waits for what is under way.
     """
 
-    __slots__ = ("__weakref__", "_family", "_log", "_name", "left")
+    __slots__ = ("__weakref__", "_family", "_log", "_name", "left", "limit")
     let_go = _let_go
     """A part of the class, for a hold may be the last to go."""
 
     def __init__(self, log: recorder.Log, family: Family, name: str) -> None:
-        self._log, self._family, self._name = log, family.ref, name
+        self._log, self._family, self._name, self.limit = log, family.ref, name, family.limit.total_seconds()
         self.left: _Left | None = None
         """What there may be at the store once it has gone."""
 

@@ -77,10 +77,8 @@ class GroupLink(PacketLink):
     channel: Channel = cast(Any, Made())
     mail: Any
     """Of links on one machine alone."""
-    hold: object
-    """Whoever wants to know of the end of the link has a weak reference to it."""
-    limit: float | None = None
-    """Seconds: the time-out of its mesh, for who waits by other means than the backend's."""
+    hold: Any
+    """Whoever wants to know of the end of the link has a weak reference to it; it knows the mesh's time-out."""
 
     def __init__(self, base: dist.ProcessGroup, ranks: tuple[int, ...], index: int, log: Log, name: str) -> None:
         """``base``: a group of torch's that carries messages; the one for collectives is asked for when it is needed.

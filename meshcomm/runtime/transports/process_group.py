@@ -33,7 +33,7 @@ from meshcomm.runtime.transports.device_post import (
 )  # fmt: skip
 from meshcomm.runtime.transports.gloo.carrier import Carrier
 from meshcomm.runtime.transports.gloo.post import Parcel, deliver, expect, open_all, route_of, taken
-from meshcomm.runtime.transports.gloo.requests import Requests, ask, leave
+from meshcomm.runtime.transports.gloo.requests import Requests, ask, keep, leave
 from meshcomm.runtime.transports.group_link import SUMMED, GroupLink, Message, both, options_for
 from meshcomm.runtime.transports.protocol import Empty
 from meshcomm.runtime.transports.underway import Messages, Walker
@@ -416,6 +416,11 @@ class ProcessLink(GroupLink):
         if told.begun is not None:
             told.begun.append((found.give_up, ()))
         return cast("list[Tensor]", found if told.later else settled(found))
+
+    def keep(self, want: Want, x: Tensor) -> None:
+        """Of what gloo has moved."""
+        if self._on_gloo and x.is_cpu:
+            keep(self, want, route_of(self.name, want[3]), x)
 
     def _by_batch(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
         """As an accelerator's backend does it: see ``device_post.py``."""

@@ -230,7 +230,7 @@ class Messages(Pending):
         try:
             if (over := self._claimed(mine)) is mine:
                 self._wait(time)
-            elif not over.wait(self._link.limit if time is None else time.total_seconds()):
+            elif not over.wait(self._link.hold.limit if time is None else time.total_seconds()):
                 raise out_of_time(self._link)
         except BaseException:  # Ctrl-C
             if self._over is mine and not mine.is_set():

@@ -103,6 +103,7 @@ class Letters:
         left = self._unclaimed.setdefault((side.other, self.index, side.tag), [])
         if (under_way, place, side) not in left:
             left.append((under_way, place, side))
+            left.sort(key=lambda each: (each[0].number, each[1]))
 
     def _left_for(self, what: Running) -> _Claimed | None:
         """What was left, for who receives one message."""
@@ -418,6 +419,11 @@ class _UnderWay(Begun):
         """Give up, unless all have come."""
         self._passage.limit.seconds = seconds
         return True
+
+    @property
+    def number(self) -> int:
+        """Of all batches of this rank."""
+        return self._passage.batch.number
 
     @property
     def has_failed(self) -> bool:

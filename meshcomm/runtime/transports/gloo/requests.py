@@ -20,7 +20,9 @@ from torch import Tensor
 from meshcomm.runtime.call import Want
 from meshcomm.runtime.pending import Pending
 from meshcomm.runtime.process import exits
+from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.gloo import envelopes
+from meshcomm.runtime.transports.gloo.envelopes import Envelope
 from meshcomm.runtime.transports.gloo.post import CALLS, Parcel, expect, open_all, taken
 from meshcomm.runtime.transports.underway import FOR_EVER, Messages, Steps, apart, out_of_time
 
@@ -49,7 +51,7 @@ class Requests(Pending):
         """All of them, and until what was sent was taken, within the time."""
         link, end = self._link, None if timeout is None else time.monotonic() + timeout
         for each in self._under_way():
-            if end is None and isinstance(each, Steps) and not each.ends_within(link.limit):
+            if end is None and isinstance(each, Steps) and not each.ends_within(link.hold.limit):
                 raise out_of_time(link)
             each.wait(None if end is None else max(0.0, end - time.monotonic()))
         _open(link, self._where, self._parcels, self._inference)
@@ -121,7 +123,8 @@ def leave(link: Any, parcels: Sequence[Parcel]) -> None:
     if exits.leaving():
         return
     for parcel in parcels:
-        if parcel.is_left or not parcel.works or parcel.route >= CALLS:  # of which no other call asks
+        asked = parcel.works or parcel.found is not None
+        if parcel.is_left or not asked or parcel.route >= CALLS:  # of which no other call asks
             continue
         if parcel.brought is None:
             _left_over(link, parcel)
@@ -129,8 +132,18 @@ def leave(link: Any, parcels: Sequence[Parcel]) -> None:
         if isinstance(brought, Messages):
             parcel.brought = _opening(link, parcel, brought, torch.is_inference_mode_enabled())
         parcel.is_left = True
-        key = parcel.want[0], parcel.route
-        link.left[key] = sorted([*link.left.get(key, ()), parcel], key=lambda parcel: parcel.number)
+        queue = link.left.setdefault((parcel.want[0], parcel.route), [])
+        queue.append(parcel)
+        queue.sort(key=lambda parcel: parcel.number)
+
+
+def keep(link: Any, want: Want, route: int, x: Tensor) -> None:
+    """Leave what came for this, and nobody got."""
+    parcel = Parcel(envelopes.empty(), want, route)
+    parcel.packed = dtypes.to_bytes(x)
+    parcel.found = Envelope.of(link.name, want[3], x, 0)
+    parcel.number = -parcel.number  # before all others
+    leave(link, [parcel])
 
 
 def ask(link: Any, wants: Sequence[Want], routes: Sequence[int], parcels: list[Parcel]) -> None:
@@ -144,4 +157,4 @@ def ask(link: Any, wants: Sequence[Want], routes: Sequence[int], parcels: list[P
         parcel.want = want
         parcels.append(parcel)
         parcel.is_left = False
-        del queue[0]
+        queue.remove(parcel)  # which need not be the first any more: a Work may be let go of at any time

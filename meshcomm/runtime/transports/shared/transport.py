@@ -342,7 +342,7 @@ class OneHostLink(ProcessLink):
             got: list[Tensor] | None = self.exchange_now(self, posts[0] if posts else None, wants[0] if wants else None)
             if got is not None:
                 if got and (begun := told.begun) is not None:
-                    begun.append((self._give_back, (wants[0], got[0])))
+                    begun.append((self.keep, (wants[0], got[0])))
                 return got
         return super().exchange(posts, wants)
 
@@ -375,8 +375,9 @@ class OneHostLink(ProcessLink):
             raise
         return cast(Any, posted)  # type: ignore[no-any-return]
 
-    def _give_back(self, want: Want, got: Tensor) -> None:
-        letters_of(self.mail).give_back(self, want, route_of(self.name, want[3]), got)
+    def keep(self, want: Want, x: Tensor) -> None:
+        """In its place, before those that were asked for later."""
+        letters_of(self.mail).give_back(self, want, route_of(self.name, want[3]), x)
 
     def carrier(self, call: Named) -> Carrier | None:
         """As in the base, by letters."""

@@ -140,8 +140,8 @@ class Circle:
         self.rolls: dict[int, Meeting] = {}
         self.posts: dict[tuple[int, int, int], deque[Message]] = {}
         self.wants: dict[tuple[int, int, int], deque[Message]] = {}
-        self.kept: dict[tuple[int, int, int], deque[Message]] = {}
-        """What has come for receives that were given up."""
+        self.kept: dict[tuple[int, int, int], list[tuple[float, Message]]] = {}
+        """What has come for receives that were given up, and when these began."""
         self.given_up = False  # any of them
         self._ones: dict[Any, object] = {}
 

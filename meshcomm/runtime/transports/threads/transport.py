@@ -5,6 +5,7 @@ n = number of ranks in the group.
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections import deque
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from meshcomm.errors import CommError, shape_text
 from meshcomm.runtime.call import Post, Want, messages_of, told
 from meshcomm.runtime.health.attendance import absent_text
 from meshcomm.runtime.pending import Pending, TimedOutError
-from meshcomm.runtime.recorder import DROPPED, ENDED, Record, failed
+from meshcomm.runtime.recorder import BEGAN, DROPPED, ENDED, Record, failed
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.threads import results
 from meshcomm.runtime.transports.threads.meeting_link import MeetingLink, in_no_modes
@@ -185,7 +186,7 @@ class InProcessLink(MeetingLink):
         assert post.x is not None
         if want.batch.given_up:
             with in_no_modes():
-                self._keep(route, Message(post.batch, results.copied(post.x), post.shape, post.dtype))
+                self._keep(route, want.batch, Message(post.batch, results.copied(post.x), post.shape, post.dtype))
         elif fault := self._hand_over(route, post, want):
             post.batch.error = fault
         for batch in (post.batch, want.batch):
@@ -213,19 +214,19 @@ class InProcessLink(MeetingLink):
         """Nobody gets what it asks for: its places in the queues are for who asks next, and so is what has come."""
         circle = self._circle
         batch.given_up = circle.given_up = True
-        for (src, shape, dtype, tag, _), x in zip(reversed(batch.wants), reversed(batch.got), strict=True):
+        for (src, shape, dtype, tag, _), x in zip(batch.wants, batch.got, strict=True):
             if x is not None:
-                self._keep((src, self.index, tag), Message(batch, x, shape, dtype), first=True)
+                self._keep((src, self.index, tag), batch, Message(batch, x, shape, dtype))
         batch.got = [None] * len(batch.wants)
 
-    def _keep(self, route: tuple[int, int, int], post: Message, first: bool = False) -> None:
-        kept = self._circle.kept.setdefault(route, deque())
-        (kept.appendleft if first else kept.append)(post)
+    def _keep(self, route: tuple[int, int, int], asked: Batch, post: Message) -> None:
+        """In the order in which they were asked for."""
+        bisect.insort(self._circle.kept.setdefault(route, []), (asked.record[BEGAN], post), key=lambda each: each[0])
 
     def _succeed(self, route: tuple[int, int, int], want: Message) -> bool:
         """Whether it takes the place of one that was given up, or what has come for that."""
         if kept := self._circle.kept.get(route):
-            self._hand_over(route, kept.popleft(), want)
+            self._hand_over(route, kept.pop(0)[1], want)
             want.batch.open -= 1
             return True
         queue = self._circle.wants.get(route, deque())

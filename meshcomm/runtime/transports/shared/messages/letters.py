@@ -63,6 +63,9 @@ from meshcomm.runtime.transports.shared.messages.written import (
 )
 from meshcomm.runtime.transports.underway import Messages
 
+_PATIENCE = 0.1
+"""Seconds after which who waits for those that look may be one of them."""
+
 
 class Letters:
     """Those of one group: this rank's, and what it has seen of the others'."""
@@ -99,18 +102,19 @@ class Letters:
         """For the next messages over their routes."""
         with self.receiving:
             for parcel in parcels:
-                asked = self.asked.setdefault(parcel.key, deque())
-                if not (self.some_left and asked and self._succeed(parcel, asked)):
-                    asked.append(parcel)
+                if not (self.some_left and self._succeed(parcel)):
+                    self.asked.setdefault(parcel.key, deque()).append(parcel)
 
-    def _succeed(self, parcel: Parcel, asked: deque[Parcel]) -> bool:
+    def _succeed(self, parcel: Parcel) -> bool:
         """Whether it takes the place of one that was given up, or what has come there."""
-        if parcel.key in self.came:
+        if parcel.key in self.came and parcel.key in self.asked:
             self._give(parcel.key)
+        asked = self.asked.get(parcel.key, deque())
         at = next((at for at, other in enumerate(asked) if other.is_left), None)
         if at is None:
             return False
         other = asked[at]
+        parcel.number = other.number
         if not other.is_kept:
             asked[at] = parcel
             return True
@@ -298,30 +302,43 @@ class Letters:
         """Nobody got this message, which was taken out of its letter: it is for who asks next."""
         parcel = Parcel(link, "exchange", want, route, out)
         parcel.is_here = True
+        parcel.number = -parcel.number  # before all others
         self.forget([parcel])
 
     def forget(self, parcels: Sequence[Parcel]) -> None:
         """Nobody gets these: the places of those that have not come are for who asks next, and so is what has come; so
         is an error that nobody was told of, for those after it are not to take its place.
         """
-        with self.receiving:
-            self.some_left = True
-            for parcel in reversed(parcels):  # the first of them comes to stand first
-                if parcel.key[1] >= CALLS:  # no other call asks for what this one's are
-                    parcel.dropped = True
-                    continue
-                if parcel.is_left or parcel.is_settled:
-                    continue
-                asked = self.asked.setdefault(parcel.key, deque())
-                if parcel in asked:
-                    parcel.is_left = True
-                    if not parcel.is_here:
-                        parcel.out = None
-                elif parcel.is_here:
-                    parcel.is_left = parcel.is_kept = True  # no call from here to that of the next line
-                    asked.appendleft(parcel)
-                elif not asked:
-                    del self.asked[parcel.key]
+        taken: list[bool] = []
+        try:  # a Work may be let go of while this thread looks: Python collects garbage at any time
+            taken.extend(map(self.receiving.acquire, [True], [_PATIENCE]))
+            if taken[0]:
+                self._forget(parcels)
+            else:
+                threading.Thread(target=self.forget, args=(parcels,), name="meshcomm messages", daemon=True).start()
+        finally:
+            if taken and taken[0]:
+                self.receiving.release()
+
+    def _forget(self, parcels: Sequence[Parcel]) -> None:
+        self.some_left = True
+        for parcel in parcels:
+            if parcel.key[1] >= CALLS:  # no other call asks for what this one's are
+                parcel.dropped = True
+                continue
+            if parcel.is_left or parcel.is_settled:
+                continue
+            asked = self.asked.setdefault(parcel.key, deque())
+            if parcel in asked:
+                parcel.is_left = True
+                if not parcel.is_here:
+                    parcel.out = None
+            elif parcel.is_here:
+                at = sum(other.number < parcel.number for other in asked)
+                parcel.is_left = parcel.is_kept = True  # no call from here to that of the next line
+                asked.insert(at, parcel)
+            elif not asked:
+                del self.asked[parcel.key]
 
     # --------------------------------------------------------------------------------------------------- sending
 

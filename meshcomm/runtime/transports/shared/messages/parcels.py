@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from threading import get_ident
 from typing import Any
@@ -18,6 +19,8 @@ from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.underway import Messages
 
 _NOTHING = contextlib.nullcontext()
+_numbers = itertools.count()
+"""Of what was asked for, in order."""
 
 
 class Parcel:
@@ -25,7 +28,7 @@ class Parcel:
 
     __slots__ = (
         "_inference", "_plain", "_thread", "dropped", "error", "index", "is_here", "is_kept", "is_left", "is_settled",
-        "key", "letter", "link", "name", "out", "rest", "want", "where",
+        "key", "letter", "link", "name", "number", "out", "rest", "want", "where",
     )  # fmt: skip
 
     def __init__(self, link: Any, where: str, want: Want, route: int, room: Tensor | None = None) -> None:
@@ -35,6 +38,7 @@ class Parcel:
         self.name, self.index, self.where, self.want = link.name, link.index, where, want
         self.key = want[0], route
         """By whom it comes, and over which route."""
+        self.number = next(_numbers)
         self._inference, self._thread = torch.is_inference_mode_enabled(), get_ident()
         self._plain = _torch.plain_now()
         self.is_here = self.dropped = self.is_settled = False
