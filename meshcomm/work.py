@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator
 from threading import get_ident
-from typing import Any, Generic, TypeVar, cast, overload
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -18,15 +18,13 @@ from torch import Tensor
 from meshcomm import _torch
 from meshcomm._torch.backward import backward_pass
 from meshcomm.axis import Axis
-from meshcomm.errors import CommError, fail, text
-from meshcomm.runtime.call import Call, for_later, told
+from meshcomm.errors import CommError, fail
+from meshcomm.limit import Kind, not_done
+from meshcomm.runtime.call import Call
 from meshcomm.runtime.callsite import known_files
-from meshcomm.runtime.health import peers
-from meshcomm.runtime.health.lateness import Late, late_text
 from meshcomm.runtime.pending import Pending, TimedOutError
 from meshcomm.runtime.process import forks
-from meshcomm.runtime.recorder import CALL, ENDED, THREAD, Named, Record, failed, log_of, made, noted, public_call
-from meshcomm.runtime.start.request import duration
+from meshcomm.runtime.recorder import CALL, ENDED, THREAD, Named, Record, made, public_call
 from meshcomm.runtime.transports.threads.scheduler import current_rank, local
 from meshcomm.runtime.transports.underway import Started
 from meshcomm.watch import here, paused
@@ -35,8 +33,6 @@ T = TypeVar("T", covariant=True)
 R = TypeVar("R")
 S = TypeVar("S")
 K = TypeVar("K")
-Kind = tuple[torch.dtype, tuple[int, ...]]
-"""Dtype and shape."""
 
 _Lock = type(threading.RLock())  # half of what asking for one by its function costs
 _EAGER_TURNS = 50
@@ -142,7 +138,7 @@ class Work(Generic[T]):
                 self._value, self._over, self._source = value, True, None
                 return value
             except TimedOutError as late:
-                waited = 0.0 if timeout is None else time.monotonic() - began
+                waited = None if timeout is None else time.monotonic() - began
                 raise CommError(self._late(waited, str(late))) from None
             except Exception as error:
                 self._error, self._over, self._source, self._look = error, True, None, None
@@ -242,9 +238,9 @@ class Work(Generic[T]):
                 yield
         return self.wait()
 
-    def _late(self, waited: float, absent: str = "") -> str:
+    def _late(self, waited: float | None, absent: str = "") -> str:
         since = time.monotonic() - self._began
-        return _not_done(self._known, waited, since, absent, "wait again, nothing is lost; or")
+        return not_done(self._known, waited, since, absent, "wait again, nothing is lost; or")
 
     @property
     def _known(self) -> Call | None:
@@ -257,11 +253,15 @@ class Work(Generic[T]):
 
     def __del__(self) -> None:
         try:
-            if self._claimed or self._over or forks.is_fork():
+            if self._over or forks.is_fork():
                 return
         except AttributeError:  # Ctrl-C came before it was made
             return
         if self._rank is not None and self._rank.world.cancelled:  # another rank's error is what matters
+            return
+        if self._claimed:
+            with contextlib.suppress(Exception):
+                self._source.give_up()
             return
         with contextlib.suppress(Exception):
             self._source.abandon()
@@ -274,7 +274,7 @@ class Work(Generic[T]):
 
 def let_go(work: Work[Any]) -> None:
     """Nobody is to wait for it, which is no mistake: what it was for has failed."""
-    work._call = None
+    work._call, work._claimed = None, False
 
 
 class Source(Pending):
@@ -298,6 +298,11 @@ class Source(Pending):
     def done(self) -> bool:
         """Whether the first is."""
         return self._first.done()
+
+    def give_up(self) -> None:
+        """Pass it on."""
+        if not self._first._over:
+            self._first._source.give_up()
 
     def abandon(self) -> None:
         """Pass it on."""
@@ -372,83 +377,6 @@ _new: Any = object.__new__
 def kind_of(x: Tensor) -> Kind:
     """Its dtype and shape."""
     return x.dtype, tuple(x.shape)
-
-
-class Limit:
-    """The time-out of one call that gives its result. It stands where others say whether they want a Work."""
-
-    __slots__ = ("_end", "seconds")
-
-    def __init__(self, where: str, timeout: object, async_op: bool) -> None:
-        self.seconds = _checked_limit(where, timeout, async_op)
-        self._end = time.monotonic() + self.seconds
-
-    def settled(self, what: str, axis: Axis, x: Tensor | Kind | None, result: Any) -> Any:
-        """The result, or CommError when the time is up; then nobody can wait for it any more. The others, when they
-        come, get what this rank has given; under guard they are told, and this rank gets the result if all have come.
-        """
-        if not isinstance(result, Pending):
-            return result
-        seen = (x.dtype, x.shape) if isinstance(x, Tensor) else (None, ()) if x is None else x
-        call = noted(result.record(), what, axis, *seen)
-        try:
-            return for_later(False, self._in_time, result)
-        except TimedOutError as late:
-            error = CommError(self._too_late(cast(Call, made(call)), axis, result.record(), late))
-        with contextlib.suppress(Exception):
-            if (record := result.record()) is not None and record[ENDED] is None:
-                failed(record, error)
-            result.abandon()
-        if told.begun:
-            told.begun.clear()  # what comes is taken all the same
-        try:
-            raise error
-        finally:
-            del error  # a circle would keep what the frames of its traceback have
-
-    def _in_time(self, result: Pending) -> Any:
-        try:
-            return result.wait(max(1e-3, self._end - time.monotonic()))
-        except TimedOutError:
-            if not result.withdraw(self.seconds):
-                raise
-        return result.wait(None)
-
-    def _too_late(self, call: Call, axis: Axis, record: Any, late: TimedOutError) -> str:
-        if record is None:
-            return _not_done(call, self.seconds, self.seconds, str(late), "the call was given up;")
-        link: Any = axis.link
-        log = log_of(link)
-        assert log is not None  # of which the record is
-        absent = range(len(log.ranks)) if late.missing is None else late.missing
-        found = peers.account([log.ranks[i] for i in absent]) if current_rank() is None else ""
-        return late_text(
-            Late(call.what, log, record, self.seconds, late.missing, late.came, late.known, found, call.axis)
-        )
-
-
-def _not_done(call: Call | None, waited: float, since: float, absent: str, fix: str) -> str:
-    what, got = ("wait", "") if call is None else (call.what, str(call))
-    return text(
-        what,
-        f"not done after {waited:.3g} s of waiting, {since:.3g} s after it began.",
-        got="; ".join(part for part in (got, absent) if part),
-        fix=f"{fix} see where the other ranks are, for one of them has not made this call"
-        " (py-spy dump --pid, faulthandler.dump_traceback_later; among in-process ranks that is an error which"
-        " names the rank and the line)",
-    )
-
-
-def _checked_limit(where: str, timeout: object, async_op: bool) -> float:
-    """The seconds of a time-out of a single call."""
-    if torch.compiler.is_compiling() or _torch.functorch_active() or _torch.dual_level_open():
-        what = "timeout= in compiled code or under a torch.func transform."
-        fail(where, what, fix="give it to the mesh: make_mesh(..., timeout=)")
-    limit = duration(where, cast(Any, timeout))
-    if async_op:
-        fail(where, "timeout= with async_op=True.", fix="give the time-out to the wait of the work")
-    assert limit is not None
-    return limit.total_seconds()
 
 
 def _event_loop_runs() -> bool:

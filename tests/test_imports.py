@@ -32,6 +32,7 @@ LAYERS = [
     ("meshcomm.axis",),
     ("meshcomm.mesh",),
     ("meshcomm.make_mesh",),
+    ("meshcomm.limit",),
     ("meshcomm.work", "meshcomm.tracing"),
     ("meshcomm.collectives",),
     ("meshcomm.layout",),

@@ -35,6 +35,7 @@ from torch.testing import assert_close
 import meshcomm as mc
 from meshcomm import _torch
 from meshcomm.runtime.transports.threads import meeting_link, meetings, numpy_state, random_state, scheduler, twister
+from meshcomm.runtime.transports.threads.rank_thread import RankThread
 
 
 def mesh_of(n: int) -> mc.Mesh:
@@ -181,7 +182,7 @@ def test_a_system_that_starts_no_more_threads(started: int, monkeypatch: pytest.
     left = [None] * started
 
     def limited(thread: threading.Thread) -> None:
-        if isinstance(thread, scheduler._Thread):
+        if isinstance(thread, RankThread):
             if not left:
                 raise RuntimeError("can't start new thread")
             left.pop()

@@ -22,15 +22,17 @@ from torch import Tensor
 import meshcomm as mc
 from meshcomm.collectives import door
 from meshcomm.collectives.door import _handed
+from meshcomm.objects import letters as object_letters
 from meshcomm.runtime.process import lending
 from meshcomm.runtime.process.boxes import Box
 from meshcomm.runtime.process.lending import PART
-from meshcomm.runtime.transports.envelopes import ROOM, SIZE, Envelope
-from meshcomm.runtime.transports.shared import one_message
-from meshcomm.runtime.transports.shared.letters import INSIDE, MOST, Letters, letters_of
+from meshcomm.runtime.transports.gloo.envelopes import ROOM, SIZE, Envelope
 from meshcomm.runtime.transports.shared.mailbox import Mail
-from meshcomm.runtime.transports.shared.messages import Posted
-from meshcomm.runtime.transports.shared.one_message import _write
+from meshcomm.runtime.transports.shared.messages import one_message
+from meshcomm.runtime.transports.shared.messages.letters import Letters, letters_of
+from meshcomm.runtime.transports.shared.messages.one_message import _write
+from meshcomm.runtime.transports.shared.messages.posted import Posted
+from meshcomm.runtime.transports.shared.messages.written import INSIDE, MOST
 from meshcomm.runtime.transports.shared.waiting import Wait
 from meshcomm.runtime.transports.underway import Messages
 
@@ -748,6 +750,9 @@ def all_given_back() -> None:
     assert free.count(False) <= 1  # what the last collective lent, which the other one reads
 
 
+IN_ORDER = bytes(i % 251 for i in range(20_000))
+
+
 def receiver_at_each_door(length: int, how: str, seconds: float) -> int:
     """Who receives is interrupted wherever that can be, and asks again: it gets that message, and the next one next."""
     mesh = pair()
@@ -757,7 +762,9 @@ def receiver_at_each_door(length: int, how: str, seconds: float) -> int:
 
     def take(works: list[Any]) -> Tensor:
         if how == "object":
-            return mc.recv_object("a", 0, mesh=mesh)
+            x, in_order = mc.recv_object("a", 0, mesh=mesh)
+            assert in_order == IN_ORDER
+            return x  # type: ignore[no-any-return]
         if how == "exchange":
             return mc.exchange([], [(0, (length,), torch.float32)], "a", mesh=mesh)[0]
         if how == "in time":
@@ -774,7 +781,10 @@ def receiver_at_each_door(length: int, how: str, seconds: float) -> int:
             time.sleep(seconds)
             for value in (float(times), -1.0):
                 x = torch.full((length,), value)
-                _ = mc.send_object(x, "a", 1, mesh=mesh) if how == "object" else mc.send(x, "a", 1, mesh=mesh)
+                if how == "object":
+                    mc.send_object((x, IN_ORDER), "a", 1, mesh=mesh)
+                else:
+                    mc.send(x, "a", 1, mesh=mesh)
             over = mc.recv("a", 1, shape=(), dtype=torch.bool, mesh=mesh).item()
         else:
             works: list[Any] = []
@@ -801,11 +811,33 @@ def test_who_sends_is_interrupted_anywhere(pool4: Any, length: int) -> None:
     assert max(pool4.run(sender_at_each_door, length)) > 10
 
 
+@pytest.mark.parametrize("length", [16, 5000])
+def test_who_sends_over_gloo_is_interrupted_anywhere(gloo4: Any, length: int) -> None:
+    assert max(gloo4.run(sender_at_each_door, length)) > 10
+
+
 @pytest.mark.parametrize("seconds", [0.0, 2e-3], ids=["soon", "late"])
 @pytest.mark.parametrize("how", ["now", "exchange", "in time", "later", "object"])
 @pytest.mark.parametrize("length", [16, 5000, PART])
 def test_who_receives_is_interrupted_anywhere(pool4: Any, length: int, how: str, seconds: float) -> None:
     assert max(pool4.run(receiver_at_each_door, length, how, seconds)) > 10
+
+
+@pytest.mark.parametrize("how", ["now", "exchange", "in time", "later", "object"])
+@pytest.mark.parametrize("length", [16, 5000])
+def test_who_receives_over_gloo_is_interrupted_anywhere(gloo4: Any, length: int, how: str) -> None:
+    assert max(gloo4.run(receiver_at_each_door, length, how, 0.0)) > 10
+
+
+def object_in_parts(length: int) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(object_letters, "_CHUNK", 4 * length)
+        return receiver_at_each_door(length, "object", 0.0)
+
+
+@pytest.mark.parametrize("pool", ["pool4", "gloo4"])
+def test_who_receives_an_object_in_parts_is_interrupted_anywhere(request: pytest.FixtureRequest, pool: str) -> None:
+    assert max(request.getfixturevalue(pool).run(object_in_parts, 5000)) > 10
 
 
 def interrupted_before_it_says_so() -> list[float]:

@@ -33,9 +33,10 @@ def _send_or_receive(mesh: mc.Mesh, **limit: Any) -> Any:
 
 
 def _exchange(mesh: mc.Mesh, **limit: Any) -> Any:
+    """With a tag of its own: else it takes the place of a receive that was given up."""
     others = [i for i in range(mesh.size) if i != mesh.rank]
-    posts = [(torch.tensor(mesh.rank), i) for i in others]
-    return mc.exchange(posts, [(i, (), torch.int64) for i in others], "a", mesh=mesh, **limit)
+    posts = [(torch.tensor(mesh.rank), i, 1) for i in others]
+    return mc.exchange(posts, [(i, (), torch.int64, 1) for i in others], "a", mesh=mesh, **limit)
 
 
 def _scatter(mesh: mc.Mesh, like: Tensor | None, **limit: Any) -> Tensor:

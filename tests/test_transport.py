@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
 from meshcomm.runtime.process import lending
-from meshcomm.runtime.transports import post, process_group
+from meshcomm.runtime.transports import process_group
+from meshcomm.runtime.transports.gloo import post
 from meshcomm.runtime.transports.protocol import Link
 from meshcomm.runtime.transports.shared import transport
 from meshcomm.runtime.transports.turns import Channel

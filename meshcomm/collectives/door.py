@@ -21,6 +21,7 @@ from meshcomm.collectives.later import start
 from meshcomm.collectives.rule import Params, Rule, apply
 from meshcomm.collectives.trees import buckets
 from meshcomm.collectives.trees.buckets import ELEMENTS, Rows
+from meshcomm.limit import Kind, Limit
 from meshcomm.mesh import Mesh
 from meshcomm.runtime.call import Begun, Call, for_later, given_up, is_agreed, told
 from meshcomm.runtime.hooks.ranges import calling
@@ -28,7 +29,7 @@ from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then, then_all
 from meshcomm.runtime.transports.protocol import Link
 from meshcomm.watch import by_name, here
-from meshcomm.work import Kind, Limit, begun
+from meshcomm.work import begun
 
 
 class Now(TypedDict, total=False):

@@ -21,13 +21,14 @@ from meshcomm.axis import Axis, AxisName
 from meshcomm.collectives import check
 from meshcomm.collectives.door import Either, Later, Now, aside, kept, made
 from meshcomm.errors import fail, shape_text
+from meshcomm.limit import Limit
 from meshcomm.mesh import Mesh
 from meshcomm.runtime.call import Post, Want
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.transports.protocol import Link
 from meshcomm.watch import here
-from meshcomm.work import Limit, Work, kind_of
+from meshcomm.work import Work, kind_of
 
 Tree = TypeVar("Tree")
 
@@ -145,11 +146,14 @@ def recv(
         mesh: the current mesh by default.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
         timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out; the
-            message, should it come, is taken all the same, so that its sender goes on, and the next receive gets the
-            one after it. Not with async_op, whose ``wait`` has one: who wants to ask again waits for that Work again.
+            message, should it come, is taken all the same, so that its sender goes on, and it is for the next receive
+            from this rank, of this tag, along this axis, whatever shape and dtype that expects: it is as if that one
+            had been called in the place of this one. Under guard the sender is told instead, and nothing is sent. Not
+            with async_op, whose ``wait`` has one and can be repeated; of a Work that was waited for in vain and is
+            dropped, the next receive gets the message, too.
 
     Returns: a tensor of that shape and dtype on the mesh's device, new storage. Who is interrupted in it (Ctrl-C) has
-        taken nothing where processes share memory, without guard: the next receive gets the message.
+        taken nothing, without guard: the next receive gets the message.
 
     Backward: none: use :func:`permute` or :func:`shift`.
 
@@ -209,8 +213,9 @@ def exchange(
         axis: a name, or a tuple of names, of which the first is major.
         mesh: the current mesh by default.
         async_op: give a :class:`Work` of the result at once, and communicate meanwhile.
-        timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out. Not with
-            async_op, whose ``wait`` has one.
+        timeout: seconds or a timedelta after which this call is given up, in place of the mesh's own time-out: what it
+            sends is sent all the same, and what comes, or has come, is for the next receives, as for :func:`recv`. Not
+            with async_op, whose ``wait`` has one.
 
     Returns: the tensors received, in the order of ``recvs``, on the mesh's device.
 

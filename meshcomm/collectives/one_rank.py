@@ -18,13 +18,14 @@ from meshcomm.collectives.check import Reduced
 from meshcomm.collectives.door import Either, Later, Now, aside, kept, made
 from meshcomm.collectives.trees.buckets import slice_shape
 from meshcomm.errors import MeshError, held, shape_text
+from meshcomm.limit import Limit
 from meshcomm.mesh import Mesh
 from meshcomm.runtime.ops import Op
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.start.request import duration
 from meshcomm.runtime.transports.dry.world import said_by
 from meshcomm.watch import here
-from meshcomm.work import Limit, Work, kind_of
+from meshcomm.work import Work, kind_of
 
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool,

@@ -110,8 +110,7 @@ def recv_object(axis: AxisName, src: int, tag: int = 0, *, mesh: Mesh | None = N
         tag: as for :func:`recv`, whose messages between the same ranks it is one of.
         mesh: the current mesh by default.
 
-    Returns: a new object. Who is interrupted in it (Ctrl-C) has taken nothing, as in :func:`recv`; of one of more than
-        64 MiB what has come is lost.
+    Returns: a new object. Who is interrupted in it (Ctrl-C) has taken nothing, as in :func:`recv`.
 
     Backward: none.
 
@@ -151,7 +150,10 @@ def _come(axis: Axis, src: int, tag: int) -> tuple[int, bytearray]:
 
     def come(into: Tensor) -> None:
         want = (src, tuple(into.shape), torch.uint8, tag, home_of(axis))
+        before = 0 if told.begun is None else len(told.begun)
         into.copy_(axis.link.exchange([], [want])[0])
+        if told.begun is not None:  # should it be given back, it is where it is now: else it would be there twice
+            told.begun[before:] = [(axis.link.keep, (want, into))]
 
     with _moving("recv_object", axis):
         row = bytearray(_ROW)
@@ -162,8 +164,6 @@ def _come(axis: Axis, src: int, tag: int) -> tuple[int, bytearray]:
             data = bytearray(size)
             for part in byte_view(data).split(_CHUNK):
                 come(part)
-                if told.begun and size > _CHUNK:
-                    told.begun.clear()  # it would be there twice
     return said, data
 
 

@@ -227,12 +227,12 @@ class _Hold:
     what has a group of torch's: one that outlives the end of the interpreter waits for what is under way.
     """
 
-    __slots__ = ("__weakref__", "_family", "_log", "_name", "left")
+    __slots__ = ("__weakref__", "_family", "_log", "_name", "left", "limit")
     let_go = _let_go
     """A part of the class, for a hold may be the last to go."""
 
     def __init__(self, log: recorder.Log, family: Family, name: str) -> None:
-        self._log, self._family, self._name = log, family.ref, name
+        self._log, self._family, self._name, self.limit = log, family.ref, name, family.limit.total_seconds()
         self.left: _Left | None = None
         """What there may be at the store once it has gone."""
 

@@ -102,6 +102,9 @@ class Pending:
         """
         return False
 
+    def give_up(self) -> None:
+        """Who has waited in vain waits no more: messages that come all the same are for who asks for them next."""
+
     def abandon(self) -> None:
         """Nobody will wait: leave everything in a state in which that does no harm."""
 
@@ -115,6 +118,7 @@ def settled(value: Any) -> Any:
     except TimedOutError as late:
         fix = "see where the other ranks are: all ranks of an axis must make the same calls in the same order"
         what = late.told() if late.told is not None else text("wait", f"the time is up: {late}.", fix=fix)
+        value.give_up()
         raise CommError(what) from None
 
 
@@ -146,6 +150,11 @@ class _Then(Pending):
     def withdraw(self, seconds: float) -> bool:
         """Pass it on."""
         return self._source is not None and self._source.withdraw(seconds)
+
+    def give_up(self) -> None:
+        """Pass it on."""
+        if self._source is not None:
+            self._source.give_up()
 
     def abandon(self) -> None:
         """Pass it on."""
@@ -185,6 +194,10 @@ class Around(Pending):
         """Pass it on."""
         return self.inside.withdraw(seconds)
 
+    def give_up(self) -> None:
+        """Pass it on."""
+        self.inside.give_up()
+
     def abandon(self) -> None:
         """Pass it on."""
         self.inside.abandon()
@@ -218,6 +231,12 @@ class AllOf(Pending):
         """All that are left."""
         found = [part.withdraw(seconds) for part in self._parts if isinstance(part, Pending)]
         return any(found)
+
+    def give_up(self) -> None:
+        """Pass it on."""
+        for part in self._parts:
+            if isinstance(part, Pending):
+                part.give_up()
 
     def abandon(self) -> None:
         """Pass it on."""

@@ -462,6 +462,10 @@ class Marked(Noted):
         """Pass it on."""
         return self._source.withdraw(seconds)
 
+    def give_up(self) -> None:
+        """Pass it on."""
+        self._source.give_up()
+
     def abandon(self) -> None:
         """Pass it on."""
         super().abandon()

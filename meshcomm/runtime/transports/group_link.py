@@ -30,7 +30,7 @@ from meshcomm.runtime.process import accelerator, forks
 from meshcomm.runtime.recorder import BEGAN, ENDED, WHAT, Log, Record, failed, under_way
 from meshcomm.runtime.transports.algorithms import PacketLink
 from meshcomm.runtime.transports.device_post import KNOW_NO_TAGS, Outbox
-from meshcomm.runtime.transports.post import CALLS
+from meshcomm.runtime.transports.gloo.post import CALLS
 from meshcomm.runtime.transports.turns import Channel, Turn
 from meshcomm.runtime.transports.underway import Messages, Started, StartedOnDevice, Walker, started
 
@@ -77,8 +77,8 @@ class GroupLink(PacketLink):
     channel: Channel = cast(Any, Made())
     mail: Any
     """Of links on one machine alone."""
-    hold: object
-    """Whoever wants to know of the end of the link has a weak reference to it."""
+    hold: Any
+    """Whoever wants to know of the end of the link has a weak reference to it; it knows the mesh's time-out."""
 
     def __init__(self, base: dist.ProcessGroup, ranks: tuple[int, ...], index: int, log: Log, name: str) -> None:
         """``base``: a group of torch's that carries messages; the one for collectives is asked for when it is needed.
@@ -100,6 +100,8 @@ class GroupLink(PacketLink):
         self.ledger = Ledger()
         self.walker: Walker | None = None
         self._outbox = Outbox()
+        self.left: dict[tuple[int, int], list[Any]] = {}
+        """By whom and over which route: messages over gloo that nobody gets who has asked for them."""
         self._calls = 0
         self._room: Tensor | None = None
 
@@ -140,6 +142,7 @@ class GroupLink(PacketLink):
         self.makers.clear()
         self._near.clear()
         self._outbox.drop()
+        self.left.clear()
         for name in ("group", "turn", "base", "mail", "channel"):
             vars(self).pop(name, None)
         self._room = None

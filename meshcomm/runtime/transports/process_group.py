@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshcomm import _torch
-from meshcomm.runtime.call import Post, Want, told
+from meshcomm.errors import CommError
+from meshcomm.runtime.call import Post, Want, is_agreed, told
 from meshcomm.runtime.health import attendance
-from meshcomm.runtime.pending import Pending, begin_all, queued, then
+from meshcomm.runtime.pending import Pending, begin_all, queued, settled, then
 from meshcomm.runtime.process import forks
 from meshcomm.runtime.recorder import Log, Named, recorded
 from meshcomm.runtime.transports import dtypes
@@ -30,11 +31,12 @@ from meshcomm.runtime.transports.device_post import (
     messages_for,
     tags_of,
 )  # fmt: skip
-from meshcomm.runtime.transports.envelopes import ROOM
+from meshcomm.runtime.transports.gloo.carrier import Carrier
+from meshcomm.runtime.transports.gloo.post import Parcel, deliver, expect, open_all, route_of, taken
+from meshcomm.runtime.transports.gloo.requests import Requests, ask, keep, leave
 from meshcomm.runtime.transports.group_link import SUMMED, GroupLink, Message, both, options_for
-from meshcomm.runtime.transports.post import Carrier, Parcel, deliver, expect, open_all, route_of
 from meshcomm.runtime.transports.protocol import Empty
-from meshcomm.runtime.transports.underway import Walker, apart
+from meshcomm.runtime.transports.underway import Messages, Walker
 
 T = TypeVar("T")
 
@@ -381,32 +383,44 @@ class ProcessLink(GroupLink):
     ) -> list[Tensor]:
         """Messages with envelopes: ``sent`` and ``got`` are their tags, to gloo."""
 
-        def begin() -> tuple[list[Parcel], list[dist.Work], list[Tensor]]:
-            parcels = expect(self.base, wants, got)
-            return parcels, *deliver(self.base, self.name, self.numbers, posts, sent)
+        parcels: list[Parcel] = []
+        sending: list[dist.Work] = []
+        kept: list[Tensor] = []
 
-        parcels, sending, kept = self._start(where, begin)
-        envelopes = [parcel.work for parcel in parcels]
-        inference = torch.is_inference_mode_enabled()  # not that of who opens them
+        def begin() -> list[Tensor]:
+            if self.left:
+                ask(self, wants, got, parcels)
+            else:
+                expect(self.base, wants, got, parcels)
+            return deliver(self.base, self.name, self.numbers, posts, sent, sending) if posts else []
 
-        def opened(works: Sequence[dist.Work]) -> list[Tensor]:
-            """``works`` end when the others have opened theirs."""
+        try:
+            kept = self._start(where, begin)
+            if told.later or (self.left and any(parcel.brought for parcel in parcels)):
+                return self._requested(where, parcels, Messages(self, sending, None, kept) if sending else None)
+            self._wait("exchange", [parcel.works[0] for parcel in parcels])
+            self._wait("exchange", [*self._start(where, lambda: open_all(self.base, self.name, parcels)), *sending])
+            found = taken(where, self.name, self.index, parcels)
+            if told.begun is not None:
+                told.begun.append((leave, (self, parcels)))
+            return found
+        except BaseException as error:
+            if not isinstance(error, CommError):  # Ctrl-C
+                Messages(self, [work for work in sending if not work.is_completed()], None, kept).abandon()
+                if not (self.watched and is_agreed(self)):
+                    leave(self, parcels)
+            raise
 
-            def wait(more: Sequence[dist.Work]) -> None:
-                self._wait("exchange", [*more, *works])
+    def _requested(self, where: str, parcels: list[Parcel], sending: Messages | None) -> list[Tensor]:
+        found = Requests(self, where, parcels, sending)
+        if told.begun is not None:
+            told.begun.append((found.give_up, ()))
+        return cast("list[Tensor]", found if told.later else settled(found))
 
-            with torch.inference_mode(inference):
-                return self._start(where, lambda: open_all(self.base, where, self.name, self.index, parcels, wait))
-
-        large = any(torch.Size(shape).numel() * dtype.itemsize > ROOM for _, shape, dtype, _, _ in wants)
-        if parcels and (large or len(kept) > len(posts)):
-
-            def steps() -> list[Tensor]:
-                self._wait("exchange", envelopes)
-                return opened(sending)
-
-            return cast(list[Tensor], apart(steps)) if told.later else steps()
-        return then(self._end([*envelopes, *sending], (), keep=kept), opened)
+    def keep(self, want: Want, x: Tensor) -> None:
+        """Of what gloo has moved."""
+        if self._on_gloo and x.is_cpu:
+            keep(self, want, route_of(self.name, want[3]), x)
 
     def _by_batch(self, posts: Sequence[Post], wants: Sequence[Want]) -> list[Tensor]:
         """As an accelerator's backend does it: see ``device_post.py``."""

@@ -161,6 +161,9 @@ class Link(Primitives, Protocol):
     who has seen that nobody hears it, no profiler either; None, and nothing was done, if it is to go the longer way.
     """
 
+    def keep(self, want: Want, x: Tensor) -> None:
+        """``x`` is what came for ``want``, and nobody got it: it is for who asks next, before what was kept so far."""
+
     def sum_told(self, x: Tensor, said: tuple[Any, ...]) -> Tensor:
         """all_reduce (sum), of a link that is told briefly: of what ``said`` says as ``told.call`` would."""
 
@@ -211,6 +214,9 @@ class Defaults:
 
     def connect(self) -> None:
         """There is nothing."""
+
+    def keep(self, want: Want, x: Tensor) -> None:
+        """Nobody can be interrupted here and ask again; or what moves messages knows none that came before."""
 
     def copies(self, name: str, x: Tensor) -> bool:
         """The caller does."""

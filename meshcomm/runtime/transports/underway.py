@@ -200,27 +200,38 @@ def started(
 _claiming = threading.RLock()  # for what is let go of while one is held may claim, too
 
 
+FOR_EVER = timedelta(days=365)
+"""Of gloo."""
+
+
+def out_of_time(link: Any) -> TimedOutError:
+    """When the mesh's time is up, of what a thread waits for, which has no time-out."""
+    return TimedOutError(told=lambda: str(link._error("exchange", RuntimeError("Timed out"))))
+
+
 class Messages(Pending):
     """A batch of messages over gloo, which says that one is done only to who waits for it, and takes a time-out for
-    the end of the group: a thread waits where somebody wants to know, or not to wait for ever.
+    the end of the group: a thread waits where somebody wants to know, or not to wait for ever. It has all the time
+    there is, for the group goes on when nobody waits any more.
     """
 
-    __slots__ = ("_error", "_keep", "_link", "_over", "_result", "_works")
+    __slots__ = ("_error", "_is_watched", "_keep", "_link", "_over", "_result", "_works")
 
     def __init__(self, link: Any, works: Sequence[dist.Work], result: Any, keep: object = None) -> None:
         self._link, self._works, self._result, self._keep = link, list(works), result, keep
         self._over: threading.Event | None = None
+        self._is_watched = False
         self._error: RuntimeError | None = None
         exits.loose.add(self)
 
-    def settle(self) -> None:
-        """Wait, on this thread if none does already: gloo tells one thread only."""
+    def settle(self, time: timedelta | None = None) -> None:
+        """Wait, on this thread if none does already: gloo tells one thread only. ``time``: in place of the mesh's."""
         mine = threading.Event()
         try:
             if (over := self._claimed(mine)) is mine:
-                self._wait()
-            else:
-                over.wait()
+                self._wait(time)
+            elif not over.wait(self._link.hold.limit if time is None else time.total_seconds()):
+                raise out_of_time(self._link)
         except BaseException:  # Ctrl-C
             if self._over is mine and not mine.is_set():
                 self._go_on()  # somebody may ask for it again
@@ -233,12 +244,12 @@ class Messages(Pending):
                 self._over = mine
             return self._over
 
-    def _wait(self) -> None:
+    def _wait(self, time: timedelta | None) -> None:
         assert self._over is not None
         works, at = self._works, -1
         try:
             for at, work in enumerate(works):  # noqa: B007
-                work.wait()
+                work.wait() if time is None else work.wait(time)
         except RuntimeError as error:
             self._error = error
         except BaseException:  # Ctrl-C, which comes when a wait is over
@@ -250,14 +261,25 @@ class Messages(Pending):
 
     def _watch(self) -> threading.Event:
         mine = threading.Event()
-        if (over := self._claimed(mine)) is mine:
-            self._go_on()
+        try:
+            if (over := self._claimed(mine)) is mine:
+                self._go_on()
+        except BaseException:  # Ctrl-C
+            if self._over is mine:
+                self._go_on()
+            raise
         return over
 
     def _go_on(self) -> None:
+        """On a thread, the first one of those that were started before Ctrl-C and after."""
+
         def watch() -> None:
+            with _claiming:
+                if self._is_watched:
+                    return
+                self._is_watched = True
             with exits.blocked():
-                self._wait()
+                self._wait(FOR_EVER)
 
         threading.Thread(target=watch, name="meshcomm messages", daemon=True).start()
 
@@ -307,6 +329,10 @@ class Steps(Pending):
     def settle(self) -> None:
         """Wait for the walker."""
         self._over.wait()
+
+    def ends_within(self, seconds: float | None) -> bool:
+        """Wait so long; whether they are done."""
+        return self._over.wait(seconds)
 
     def wait(self, timeout: float | None) -> Any:
         """Until all steps are done."""

@@ -38,9 +38,9 @@ from meshcomm.errors import CommError, fail, few, shape_text, text
 from meshcomm.objects.pickles import byte_view, pack, unpack
 from meshcomm.runtime.call import Post, Want, told
 from meshcomm.runtime.recorder import noted
-from meshcomm.runtime.transports import post
 from meshcomm.runtime.transports.dry.world import is_dry
-from meshcomm.runtime.transports.post import Carrier
+from meshcomm.runtime.transports.gloo import carrier as carriers
+from meshcomm.runtime.transports.gloo.carrier import Carrier
 from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.work import Work, let_go
 
@@ -115,7 +115,7 @@ def outline_of(tree: Any, known: Outline | None = None) -> tuple[Outline, list[T
     return Outline(tuple(said), form), tensors
 
 
-Coming = Work[list[Tensor]] | post.Coming
+Coming = Work[list[Tensor]] | carriers.Coming
 
 
 class _Passes:

@@ -37,16 +37,19 @@ from meshcomm.runtime.hooks.guard.guard import DEADLOCK, LONG, Guard, Wait
 from meshcomm.runtime.hooks.guard.store import the_store
 from meshcomm.runtime.hooks.guard.tasks import Begun, Limit, Task, wait_for
 from meshcomm.runtime.hooks.stack import Running
-from meshcomm.runtime.pending import about_to_queue, begin_all, helper, queued
+from meshcomm.runtime.pending import Around, about_to_queue, begin_all, helper, queued
 from meshcomm.runtime.words import Words
 
 Route = tuple[int, int, int]
 """Source, destination, tag."""
 _FIRST_PAUSE, _PAUSE = 2e-4, 2e-3
+_SOON = 1e-3
+"""Seconds that are up."""
 _NEVER = 2**62
 """The number of a call that nobody has made: what has been sent is at the store."""
 _SWEEPING = 1.0
 """Seconds for which a thread that has nothing else to do sees whether what it said has been read."""
+_ONE_EACH = "to each send belongs one receive, of the same shape, dtype and tag, on the other rank"
 _MET_SINCE = "the ranks have met in a barrier since, which ends what was begun before"
 
 
@@ -62,10 +65,14 @@ class Letters:
         self._left: list[str] = []  # keys that nobody may come to read
         self._going: list[tuple[str, list[str]]] = []  # words that are read until these keys are gone
         self._since = self._number = 0
+        self._unclaimed: dict[Route, list[tuple[_UnderWay, int, Side]]] = {}
+        """What has been asked for, and nobody waits for any more: of what call, at which place, and as what."""
         _every.add(self)
 
     def run(self, what: Running) -> Any:
         """Meet the other sides, then go; on a thread of its own if it is waited for later."""
+        if self._unclaimed and (found := self._left_for(what)) is not None:
+            return found if what.asynchronous else found.wait(None)
         words = what.call.here(messages=messages_of(*what.messages)).words
         self.guard.places = getattr(what.call.axis, "places", dict)()
         with self._lock:
@@ -91,6 +98,34 @@ class Letters:
         threading.Thread(target=live, name="meshcomm letters", daemon=True).start()
         return _UnderWay(passage, task)
 
+    def leave(self, under_way: _UnderWay, place: int, side: Side) -> None:
+        """Nobody waits for it any more: what comes is for who asks next, as those who send it know of no other call."""
+        left = self._unclaimed.setdefault((side.other, self.index, side.tag), [])
+        if (under_way, place, side) not in left:
+            left.append((under_way, place, side))
+            left.sort(key=lambda each: (each[0].number, each[1]))
+
+    def _left_for(self, what: Running) -> _Claimed | None:
+        """What was left, for who receives one message."""
+        posts, wants = what.messages
+        if posts or len(wants) != 1:
+            return None
+        [(src, shape, dtype, tag, _)] = wants
+        left = self._unclaimed.get((src, self.index, tag), [])
+        while left:
+            under_way, place, side = left.pop(0)
+            expected = shape_text(dtype, shape)
+            if side.shown != expected:
+                under_way.withdraw(_SOON)
+                under_way.wait_until_decided()
+            if under_way.has_failed:
+                continue
+            if side.shown == expected:
+                return _Claimed(under_way, place, side)
+            said = f"a message does not fit: index {src} sends {side.shown}, index {self.index} expects {expected}."
+            raise CommError(text("recv", said, got=f"tag {tag}", fix=_ONE_EACH))
+        return None
+
     def end_what_was_begun(self) -> None:
         """All ranks are here, and nobody calls anything: what has not come by now does not."""
         end = time.monotonic() + self.timeout
@@ -108,6 +143,7 @@ class Letters:
             for key in [*self._left, *(state for state, _ in self._going)]:
                 store.delete_key(key)
             self._left.clear()
+            self._unclaimed.clear()
             self._going.clear()
             self._counts.clear()
             self._last.clear()
@@ -362,10 +398,7 @@ class _Passage:
     def _fail(self, what: str, got: str, told: str = "") -> NoReturn:
         self._give_up(f"{what} {got}", told)
         where = self.words.call.split(" ", 1)[0]
-        fix = (
-            "to each send belongs one receive, of the same shape, dtype and tag, on the other rank;"
-            " after an error that was caught, meet with mc.barrier(axis, timeout=...)"
-        )
+        fix = f"{_ONE_EACH}; after an error that was caught, meet with mc.barrier(axis, timeout=...)"
         raise CommError(text(where, what, got=f"{got}\n  here: {self.batch.did}", fix=fix))
 
 
@@ -386,3 +419,41 @@ class _UnderWay(Begun):
         """Give up, unless all have come."""
         self._passage.limit.seconds = seconds
         return True
+
+    @property
+    def number(self) -> int:
+        """Of all batches of this rank."""
+        return self._passage.batch.number
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether there is nothing to have of it."""
+        return self._task.error is not None
+
+    def wait_until_decided(self) -> None:
+        """Whether it goes, or was given up."""
+        wait_for(self._task.known, None)
+
+    def give_up(self) -> None:
+        """What comes is for who asks next."""
+        for place, side in enumerate(side for side in self._passage.batch.sides if not side.sends):
+            self._passage.letters.leave(self, place, side)
+
+
+class _Claimed(Around):
+    """One message of a call that nobody waited for any more."""
+
+    __slots__ = ("_place", "_side")
+    inside: _UnderWay
+
+    def __init__(self, inside: _UnderWay, place: int, side: Side) -> None:
+        super().__init__(inside)
+        self._place, self._side = place, side
+
+    def give_up(self) -> None:
+        """The same again."""
+        self.inside._passage.letters.leave(self.inside, self._place, self._side)
+
+    def wait(self, timeout: float | None) -> Any:
+        """That one alone."""
+        return [super().wait(timeout)[self._place]]

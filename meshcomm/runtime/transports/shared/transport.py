@@ -29,15 +29,18 @@ from meshcomm.runtime.process.lending import put
 from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.recorder import CALL, ENDED, Log, Named, Record, failed
 from meshcomm.runtime.transports import dtypes
+from meshcomm.runtime.transports.gloo.carrier import Carrier
+from meshcomm.runtime.transports.gloo.post import route_of
 from meshcomm.runtime.transports.group_link import Made
-from meshcomm.runtime.transports.post import Carrier, route_of
 from meshcomm.runtime.transports.process_group import ProcessLink
 from meshcomm.runtime.transports.protocol import Empty, Parts, joined
-from meshcomm.runtime.transports.shared import at_once, one_message
+from meshcomm.runtime.transports.shared import at_once
 from meshcomm.runtime.transports.shared.call import Call, Fill, Mail, Meaning, Reading, Watch
 from meshcomm.runtime.transports.shared.differences import compare_given
-from meshcomm.runtime.transports.shared.letters import Letters, Parcel, Sent, letters_of
-from meshcomm.runtime.transports.shared.messages import Letterbox, Posted
+from meshcomm.runtime.transports.shared.messages import one_message
+from meshcomm.runtime.transports.shared.messages.letters import Letters, letters_of
+from meshcomm.runtime.transports.shared.messages.parcels import Parcel, Sent
+from meshcomm.runtime.transports.shared.messages.posted import Letterbox, Posted
 from meshcomm.runtime.transports.shared.words import brief, code_of, meaning_of
 
 T = TypeVar("T")
@@ -350,7 +353,7 @@ class OneHostLink(ProcessLink):
             got: list[Tensor] | None = self.exchange_now(self, posts[0] if posts else None, wants[0] if wants else None)
             if got is not None:
                 if got and (begun := told.begun) is not None:
-                    begun.append((self._give_back, (wants[0], got[0])))
+                    begun.append((self.keep, (wants[0], got[0])))
                 return got
         return super().exchange(posts, wants)
 
@@ -383,8 +386,9 @@ class OneHostLink(ProcessLink):
             raise
         return cast(Any, posted)  # type: ignore[no-any-return]
 
-    def _give_back(self, want: Want, got: Tensor) -> None:
-        letters_of(self.mail).give_back(self, want, route_of(self.name, want[3]), got)
+    def keep(self, want: Want, x: Tensor) -> None:
+        """In its place, before those that were asked for later."""
+        letters_of(self.mail).give_back(self, want, route_of(self.name, want[3]), x)
 
     def carrier(self, call: Named) -> Carrier | None:
         """As in the base, by letters."""

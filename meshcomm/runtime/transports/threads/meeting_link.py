@@ -83,7 +83,7 @@ class MeetingLink(Defaults):
         """Whether nobody waits for anything that was begun."""
         circle = self._circle
         waiting = circle.meetings or circle.rolls or (circle.posts and any(circle.posts.values()))
-        return not (waiting or self.log.inside or (circle.wants and any(circle.wants.values())))
+        return not (waiting or self.log.inside or circle.given_up or (circle.wants and any(circle.wants.values())))
 
     def references_to(self, axis: object) -> int:
         """How many of its calls that it knows again name this axis."""

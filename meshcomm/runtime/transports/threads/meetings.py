@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshcomm.runtime.call import Call
+from meshcomm.runtime.call import Call, Want
 from meshcomm.runtime.callsite import hinted
 from meshcomm.runtime.lengths import dims_said
 from meshcomm.runtime.recorder import Record
@@ -94,10 +94,12 @@ class Batch:
     call: Call
     record: Record
     open: int
+    wants: Sequence[Want]
+    """What is asked for."""
     error: str | None = None
     waited: bool = False
-    devices: list[torch.device] = field(default_factory=list)
-    """Of what is asked for, in its order."""
+    given_up: bool = False
+    """Whether nobody gets what it asks for: its places are for who asks next."""
     got: list[Tensor | None] = field(default_factory=list)
     """What has come of that. The batch knows no message, which knows the batch: else its tensors would stay."""
 
@@ -113,7 +115,7 @@ class Batch:
 
     def received(self) -> list[Tensor]:
         """What has come, on the devices asked for."""
-        return [x.to(device) for x, device in zip(self.got, self.devices, strict=True) if x is not None]
+        return [x.to(want[4]) for x, want in zip(self.got, self.wants, strict=True) if x is not None]
 
 
 @dataclass(eq=False)
@@ -138,6 +140,9 @@ class Circle:
         self.rolls: dict[int, Meeting] = {}
         self.posts: dict[tuple[int, int, int], deque[Message]] = {}
         self.wants: dict[tuple[int, int, int], deque[Message]] = {}
+        self.kept: dict[tuple[int, int, int], list[tuple[float, Message]]] = {}
+        """What has come for receives that were given up, and when these began."""
+        self.given_up = False  # any of them
         self._ones: dict[Any, object] = {}
 
     def one(self, call: Call) -> object:

@@ -6,7 +6,6 @@ So a run is deterministic, and when no rank can go on that is known at once and 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import os
 import threading
 import time
@@ -24,6 +23,7 @@ from meshcomm.runtime.callsite import hinted
 from meshcomm.runtime.pending import TimedOutError
 from meshcomm.runtime.process import accelerator, forks, inside
 from meshcomm.runtime.transports.threads.random_state import RandomState
+from meshcomm.runtime.transports.threads.rank_thread import RankThread
 from meshcomm.runtime.transports.threads.settings import Settings, alike, at_first, settings_now, settle
 from meshcomm.runtime.transports.threads.shared_leaves import SharedLeaves
 from meshcomm.runtime.transports.threads.surroundings import (
@@ -168,36 +168,6 @@ class _Caller:
         settle(self.settings, settings_now())
 
 
-class _Started(threading.Event):
-    """Nobody waits for it, so it needs no lock."""
-
-    def __init__(self) -> None:
-        self._is_set = False
-
-    def is_set(self) -> bool:
-        """Whether the thread runs."""
-        return self._is_set
-
-    def set(self) -> None:
-        """It runs."""
-        self._is_set = True
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Go on."""
-        return True
-
-    def _at_fork_reinit(self) -> None:
-        """In a forked process."""
-
-
-class _Thread(threading.Thread):
-    """A thread of a rank; who starts it goes on at once, where ``Thread.start`` would wait until it runs."""
-
-    def __init__(self, index: int, *target: Any) -> None:
-        super().__init__(target=contextvars.copy_context().run, args=target, name=f"meshcomm rank {index}", daemon=True)
-        self._started = _Started()  # a Python that has no such attribute waits, which takes longer
-
-
 class World:
     """All ranks of one launch."""
 
@@ -240,9 +210,10 @@ class World:
         them.
         """
         modes, setups = caller_modes(), [setup for capture in _carried if (setup := capture()) is not None]
-        threads: list[_Thread] = []
+        threads: list[RankThread] = []
         for rank in self.ranks:
-            threads.append(_Thread(rank.index, self._live, rank, body, modes, setups, threads[-1] if threads else None))
+            before = threads[-1] if threads else None
+            threads.append(RankThread(rank.index, self._live, rank, body, modes, setups, before))
         self.in_place = caller = _Caller()
         first = at_first(caller.settings)
         try:  # Ctrl-C comes behind any call, and no other launch could follow where one kept its place
@@ -301,7 +272,7 @@ class World:
             return contextlib.nullcontext()
         return self.leaves.watched(lambda: None if local.rank is None else local.rank.index)
 
-    def _await_end(self, last: _Thread) -> None:
+    def _await_end(self, last: RankThread) -> None:
         """Start the thread of the last rank, each of which starts the one before it, and wait until all have ended."""
         try:
             last.start()
@@ -446,7 +417,7 @@ class World:
         return "\n".join(rank.describe() for rank in self.ranks)
 
     def _live(
-        self, rank: Rank, body: Callable[[], Any], modes: Modes, setups: Sequence[_Setup], before: _Thread | None
+        self, rank: Rank, body: Callable[[], Any], modes: Modes, setups: Sequence[_Setup], before: RankThread | None
     ) -> None:
         """The life of one rank's thread. It starts the one of the rank before while it is as new as the caller's
         settings made it: what a thread inherits, such as its core and its signal mask, no rank has changed yet.

@@ -5,6 +5,7 @@ n = number of ranks in the group.
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections import deque
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from meshcomm.errors import CommError, shape_text
 from meshcomm.runtime.call import Post, Want, messages_of, told
 from meshcomm.runtime.health.attendance import absent_text
 from meshcomm.runtime.pending import Pending, TimedOutError
-from meshcomm.runtime.recorder import DROPPED, ENDED, Record, failed
+from meshcomm.runtime.recorder import BEGAN, DROPPED, ENDED, Record, failed
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.threads import results
 from meshcomm.runtime.transports.threads.meeting_link import MeetingLink, in_no_modes
@@ -138,10 +139,10 @@ class InProcessLink(MeetingLink):
 
     def _offer_all(self, posts: Sequence[Post], wants: Sequence[Want]) -> Batch:
         self.log.call = call = self._seen(messages=messages_of(posts, wants))
-        batch = Batch(self._rank, call, self.log.message(posts, wants), len(posts) + len(wants))
+        batch = Batch(self._rank, call, self.log.message(posts, wants), len(posts) + len(wants), wants)
         for x, dst, tag in posts:
             self._offer((self.index, dst, tag), Message(batch, dtypes.plain(x.detach()), tuple(x.shape), x.dtype))
-        batch.devices, batch.got = [device for *_, device in wants], [None] * len(wants)
+        batch.got = [None] * len(wants)
         for place, (src, shape, dtype, tag, _) in enumerate(wants):
             self._offer((src, self.index, tag), Message(batch, None, shape, dtype, place))
         return batch
@@ -175,28 +176,65 @@ class InProcessLink(MeetingLink):
             queue.popleft()
         if message.batch.error is not None:
             return
+        if circle.given_up and message.x is None and self._succeed(route, message):
+            return
         if not queue:
             here.setdefault(route, deque()).append(message)
             return
         other = queue.popleft()
         post, want = (message, other) if message.x is not None else (other, message)
         assert post.x is not None
-        if post.shape != want.shape or post.dtype != want.dtype:
-            error = (
-                f"meshcomm: a message from {route[0]} to {route[1]} does not fit.\n"
-                f"  sent {shape_text(post.dtype, post.shape)}: rank {post.batch.rank.index} called {post.batch.call}\n"
-                f"  expected {shape_text(want.dtype, want.shape)}: rank {want.batch.rank.index}"
-                f" called {want.batch.call}"
-            )
-            post.batch.error = want.batch.error = error
-        else:
+        if want.batch.given_up:
             with in_no_modes():
-                want.batch.got[want.place] = results.copied(post.x)
+                self._keep(route, want.batch, Message(post.batch, results.copied(post.x), post.shape, post.dtype))
+        elif fault := self._hand_over(route, post, want):
+            post.batch.error = fault
         for batch in (post.batch, want.batch):
             batch.open -= 1
             if batch.over and batch.waited:
                 batch.waited = False
                 self._rank.world.wake(batch.rank)
+
+    def _hand_over(self, route: tuple[int, int, int], post: Message, want: Message) -> str:
+        """What was sent to who has asked; what is wrong, if it does not fit."""
+        if post.shape != want.shape or post.dtype != want.dtype:
+            want.batch.error = (
+                f"meshcomm: a message from {route[0]} to {route[1]} does not fit.\n"
+                f"  sent {shape_text(post.dtype, post.shape)}: rank {post.batch.rank.index} called {post.batch.call}\n"
+                f"  expected {shape_text(want.dtype, want.shape)}: rank {want.batch.rank.index}"
+                f" called {want.batch.call}"
+            )
+            return want.batch.error
+        assert post.x is not None
+        with in_no_modes():
+            want.batch.got[want.place] = results.copied(post.x)
+        return ""
+
+    def give_up(self, batch: Batch) -> None:
+        """Nobody gets what it asks for: its places in the queues are for who asks next, and so is what has come."""
+        circle = self._circle
+        batch.given_up = circle.given_up = True
+        for (src, shape, dtype, tag, _), x in zip(batch.wants, batch.got, strict=True):
+            if x is not None:
+                self._keep((src, self.index, tag), batch, Message(batch, x, shape, dtype))
+        batch.got = [None] * len(batch.wants)
+
+    def _keep(self, route: tuple[int, int, int], asked: Batch, post: Message) -> None:
+        """In the order in which they were asked for."""
+        bisect.insort(self._circle.kept.setdefault(route, []), (asked.record[BEGAN], post), key=lambda each: each[0])
+
+    def _succeed(self, route: tuple[int, int, int], want: Message) -> bool:
+        """Whether it takes the place of one that was given up, or what has come for that."""
+        if kept := self._circle.kept.get(route):
+            self._hand_over(route, kept.pop(0)[1], want)
+            want.batch.open -= 1
+            return True
+        queue = self._circle.wants.get(route, deque())
+        at = next((at for at, other in enumerate(queue) if other.batch.given_up), None)
+        if at is None:
+            return False
+        queue[at] = want
+        return True
 
     def _withdraw(self, batch: Batch) -> None:
         for queues in (self._circle.posts, self._circle.wants):
@@ -234,6 +272,10 @@ class _Letters(Pending):
     def record(self) -> Record:
         """The call's."""
         return self._batch.record
+
+    def give_up(self) -> None:
+        """What comes is for who asks next."""
+        self._link.give_up(self._batch)
 
     def abandon(self) -> None:
         """What was sent can be received all the same."""

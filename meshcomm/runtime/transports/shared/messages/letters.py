@@ -18,129 +18,53 @@ memory to lend, what is sent follows over gloo.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
-import time
-import weakref
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache
-from threading import get_ident
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from meshcomm import _torch
 from meshcomm.errors import CommError
 from meshcomm.runtime.call import Post, Want, told
-from meshcomm.runtime.process import forks
 from meshcomm.runtime.process.boxes import GONE
 from meshcomm.runtime.process.lending import STATE, Segment, put, room
 from meshcomm.runtime.process.memory import Lease, Memory, create, find
-from meshcomm.runtime.process.reuse import reserve
-from meshcomm.runtime.transports import dtypes, envelopes
-from meshcomm.runtime.transports.envelopes import LENGTHS, Envelope
-from meshcomm.runtime.transports.post import following
+from meshcomm.runtime.transports import dtypes
+from meshcomm.runtime.transports.gloo import envelopes
+from meshcomm.runtime.transports.gloo.envelopes import Envelope
+from meshcomm.runtime.transports.gloo.post import CALLS, following
 from meshcomm.runtime.transports.shared.mailbox import Addressee, Mail
-from meshcomm.runtime.transports.shared.words import dtype_of, number_of
+from meshcomm.runtime.transports.shared.messages.looking import looking
+from meshcomm.runtime.transports.shared.messages.parcels import Parcel, Sent, room_for
+from meshcomm.runtime.transports.shared.messages.written import (
+    CELLS,
+    DATA,
+    DTYPE,
+    FOLLOWS,
+    HEAD,
+    MOST,
+    NBYTES,
+    NUMBER,
+    PLACE,
+    RING,
+    ROUTE,
+    SEQUENCE,
+    SERIAL_AT,
+    SLOT,
+    TAKEN,
+    UNREAD,
+    envelope_of,
+    letter_of,
+    says,
+)
 from meshcomm.runtime.transports.underway import Messages
 
-(_NUMBER, _ROUTE, _SEQUENCE, _TAG, _NBYTES, _FOLLOWS, _DTYPE, _NDIM, _REST, _SHAPE) = range(10)
-PLACE = _SHAPE + LENGTHS
-CELLS = PLACE + 6
-"""Of a letter: its number, over which route it goes; what an envelope says; where what is lent lies."""
-SERIAL_AT, OFFSET_AT = PLACE + 1, PLACE + 4
-"""Of what is lent; 0 if nothing is."""
-TAKEN, DATA = CELLS, CELLS + 1
-"""Then the number of the last one here that was taken out of its letter, by the receiver; and what stands inside."""
-INSIDE = 1024
-"""Bytes of a message that stand in the letter, if nothing is lent for it and nothing follows."""
-SLOT = DATA + INSIDE // 8
-MOST = 128
-"""How many letters a ring has place for."""
-_UNREAD = 16
-HEAD = _UNREAD + MOST
-RING = HEAD + SLOT * MOST
-"""Before the letters the number of the last one that was seen, and of each place that of the last one of which what is
-lent could not be read. (The first ring has the serial number of the memory there, too.)
-"""
-_FIRST_PAUSE, _LONGEST_PAUSE, _IDLE = 1e-3, 2e-2, 0.5
-"""Seconds between looks of the thread that looks while nobody else does, and after which it has nothing to do."""
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-class Parcel:
-    """A message that was asked for."""
-
-    __slots__ = (
-        "_inference", "_plain", "_thread", "dropped", "error", "index", "is_here", "is_settled", "key", "link", "name",
-        "out", "rest", "want", "where",
-    )  # fmt: skip
-
-    def __init__(self, link: Any, where: str, want: Want, route: int, room: Tensor | None = None) -> None:
-        """``room``: where it goes, if there is something already."""
-        self.link: weakref.ref[Any] = weakref.ref(link)
-        """Whoever waits has it; if nobody will any more, a message does not keep it."""
-        self.name, self.index, self.where, self.want = link.name, link.index, where, want
-        self.key = want[0], route
-        """By whom it comes, and over which route."""
-        self._inference, self._thread = torch.is_inference_mode_enabled(), get_ident()
-        self._plain = _torch.plain_now()
-        self.is_here = self.dropped = self.is_settled = False
-        """``is_settled``: who has asked was told of an error, or it is for who asks next."""
-        self.out = room
-        self.rest: Messages | None = None
-        """What follows over gloo."""
-        self.error: Exception | None = None
-
-    def as_asked(self) -> contextlib.AbstractContextManager[object]:
-        """The mode in which it was asked for, for whoever reads it, in the middle of whatever that is."""
-        if (self._plain or self._thread != get_ident()) and not _torch.plain_now():
-            stack = contextlib.ExitStack()
-            stack.enter_context(_torch.outside_transforms())
-            stack.enter_context(torch.inference_mode(self._inference))
-            return stack
-        return (
-            _NOTHING if self._inference == torch.is_inference_mode_enabled() else torch.inference_mode(self._inference)
-        )
-
-
-class Sent:
-    """A message that was sent: it lies in what is lent, until it was read; or in the letter; or follows over gloo."""
-
-    __slots__ = ("_is_read", "at", "lent", "number", "rest", "to")
-
-    def __init__(self, to: int, number: int, lent: Segment | None, rest: Messages | None, at: int = 0) -> None:
-        """``at``: the cell that says that it was taken out of its letter."""
-        self.to, self.number, self.lent, self.rest, self.at = to, number, lent, rest, at
-        self._is_read = lent is None and not at
-
-    def is_read(self, letters: Letters) -> bool:
-        """Whether it has been, or cannot be."""
-        if not self._is_read:
-            if self.lent is None:
-                # or one after it was, in the same place, which another thread has sent since this one looked
-                self._is_read = letters.own is None or letters.own[self.at] >= self.number
-                return self._is_read
-            if self.lent.flags[self.to]:
-                if not letters.is_unread(self.to, self.number):
-                    return False
-                self.lent.returned(self.to)
-            self.let_go(letters.mail.index)
-        return True
-
-    def let_go(self, index: int) -> None:
-        """The memory may be lent again when it has been read: this rank (``index``) has a part in it, once."""
-        if not self._is_read:
-            lent = self.lent
-            self._is_read = True  # first, for then the memory may be that of another message
-            if lent is not None:
-                lent.flags[index] = 0
+_PATIENCE = 0.1
+"""Seconds after which who waits for those that look may be one of them."""
 
 
 class Letters:
@@ -167,10 +91,10 @@ class Letters:
         """The letters of each that has written some; and where they lie."""
         self.addresses = [0] * len(mail.neighbours)
         self.asked: dict[tuple[int, int], deque[Parcel]] = {}
-        self.came: dict[tuple[int, int], deque[list[Any] | Parcel]] = {}
-        """By whom, and over which route: letters, of which those with something inside end with that; and messages that
-        were read for who did not get them.
-        """
+        self.came: dict[tuple[int, int], deque[list[Any]]] = {}
+        """By whom, and over which route: letters, of which those with something inside end with that."""
+        self.some_left = False
+        """Whether somebody has ever given up what he asked for."""
 
     # ------------------------------------------------------------------------------------------------- receiving
 
@@ -178,7 +102,28 @@ class Letters:
         """For the next messages over their routes."""
         with self.receiving:
             for parcel in parcels:
-                self.asked.setdefault(parcel.key, deque()).append(parcel)
+                if not (self.some_left and self._succeed(parcel)):
+                    self.asked.setdefault(parcel.key, deque()).append(parcel)
+
+    def _succeed(self, parcel: Parcel) -> bool:
+        """Whether it takes the place of one that was given up, or what has come there."""
+        if parcel.key in self.came and parcel.key in self.asked:
+            self._give(parcel.key)
+        asked = self.asked.get(parcel.key, deque())
+        at = next((at for at, other in enumerate(asked) if other.is_left), None)
+        if at is None:
+            return False
+        other = asked[at]
+        parcel.number = other.number
+        if not other.is_kept:
+            asked[at] = parcel
+            return True
+        self._take_over(parcel, other)
+        parcel.is_here = True  # no call from here to the next line
+        del asked[at]
+        if not asked:
+            del self.asked[parcel.key]
+        return True
 
     def look(self) -> None:
         """See what has come, and read what was asked for."""
@@ -198,9 +143,9 @@ class Letters:
                 number = self.next[i]
                 while cells[at := base + HEAD + number % MOST * SLOT] == number:
                     letter = cells[at : at + CELLS].tolist()
-                    if not (letter[_FOLLOWS] or letter[SERIAL_AT]):  # it may be written over, once it was seen
-                        letter += (bytearray(cells[at + DATA : at + SLOT].cast("B")[: letter[_NBYTES]]),)
-                    queue = self.came.setdefault((i, letter[_ROUTE]), deque())
+                    if not (letter[FOLLOWS] or letter[SERIAL_AT]):  # it may be written over, once it was seen
+                        letter += (bytearray(cells[at + DATA : at + SLOT].cast("B")[: letter[NBYTES]]),)
+                    queue = self.came.setdefault((i, letter[ROUTE]), deque())
                     queue += (letter,)  # no call from here to the next line: Ctrl-C comes between calls
                     self.next[i] = number + 1
                     number += 1
@@ -225,38 +170,44 @@ class Letters:
         return cells
 
     def _give(self, key: tuple[int, int]) -> None:
-        came, asked = self.came[key], self.asked[key]
-        while asked and came:
-            if not asked[0].is_here and not self._read(asked[0], came[0], key[0]):  # else somebody was interrupted here
+        came, asked, at = self.came[key], self.asked[key], 0
+        while came and at < len(asked):
+            parcel = asked[at]
+            if parcel.is_kept:
+                at += 1
+                continue
+            if not parcel.is_here and not self._read(parcel, came[0], key[0]):  # else somebody was interrupted here
                 return  # it is not written yet
-            del asked[0]  # both, without a call between
+            if parcel.is_left:  # both, without a call between
+                parcel.is_kept = True
+            else:
+                del asked[at]
             del came[0]
         if not asked:
             del self.asked[key]
         if not came:
             del self.came[key]
 
-    def _read(self, parcel: Parcel, letter: list[Any] | Parcel, src: int) -> bool:
+    def _read(self, parcel: Parcel, letter: list[Any], src: int) -> bool:
         """Whether all of it is there. What does not fit is taken all the same, for who has sent it waits."""
-        if isinstance(letter, Parcel):
-            _take_over(parcel, letter)
-            parcel.is_here = True
-            return True
-        link, follows, segment, written = parcel.link(), letter[_FOLLOWS], None, letter[_NBYTES]
+        link, follows, segment, written = parcel.link(), letter[FOLLOWS], None, letter[NBYTES]
         try:
             if letter[SERIAL_AT]:
                 segment = self.mail.borrow_at(letter[PLACE:CELLS], src)
                 written = segment.cells[STATE]
-                if 0 <= written < letter[_NBYTES]:
+                if 0 <= written < letter[NBYTES]:
                     return False
-            fits = self._fits(parcel, letter, src)
+            left = parcel.is_left
+            fits = left or self._fits(parcel, letter, src)
             with parcel.as_asked():
-                packed = _room_for(parcel, fits, letter[_NBYTES])
+                packed = room_for(parcel, fits and not left, letter[NBYTES])
                 if written > 0 and fits and not follows:  # dropped or not: an interrupted call may give it back yet
                     if segment is not None:
                         packed.copy_(segment.part(packed.nbytes, packed.dtype))
                     else:
                         packed.view(torch.uint8).copy_(torch.frombuffer(letter[-1], dtype=torch.uint8))
+            if left:
+                parcel.letter = letter
             if follows and link is not None:
                 parcel.rest = Messages(link, [link.base.recv([packed], src, follows)], None, packed)
                 if parcel.dropped:
@@ -264,14 +215,15 @@ class Letters:
         except OSError as error:
             if isinstance(error, TimeoutError) or segment is not None or follows:  # of a signal's
                 raise
-            self._say_unread(src, letter[_NUMBER])
-            self._fits(parcel, letter, src)
+            self._say_unread(src, letter[NUMBER])
+            if not parcel.is_left:
+                self._fits(parcel, letter, src)
             parcel.error = parcel.error or envelopes.lost(parcel.where, src, parcel.index, error)
         except RuntimeError as error:  # no memory, or gloo's
             if segment is not None:
                 segment.returned(self.mail.index)
             elif not follows:
-                self._say_taken(src, letter[_NUMBER])
+                self._say_taken(src, letter[NUMBER])
             parcel.error = error if link is None else link._error(parcel.where, error)
         else:
             if written < 0:
@@ -281,19 +233,38 @@ class Letters:
                 flags[index] = 0  # no call from here to the next line: it is read again, or given back
                 parcel.is_here = True
             elif not follows:
-                self._say_taken(src, letter[_NUMBER])
+                self._say_taken(src, letter[NUMBER])
         parcel.is_here = True
         self.mail.ring_at(src)
         return True
 
     def _fits(self, parcel: Parcel, letter: list[Any], src: int) -> bool:
         _, shape, dtype, tag, _ = parcel.want
-        said = says(parcel.name, tag, dtype, shape, letter[_ROUTE])
-        if letter[_DTYPE:PLACE] == said[_DTYPE:] and letter[_SEQUENCE:_FOLLOWS] == said[_SEQUENCE:_FOLLOWS]:
+        said = says(parcel.name, tag, dtype, shape, letter[ROUTE])
+        if letter[DTYPE:PLACE] == said[DTYPE:] and letter[SEQUENCE:FOLLOWS] == said[SEQUENCE:FOLLOWS]:
             return True
-        found = _envelope(letter)
+        found = envelope_of(letter)
         parcel.error = envelopes.misfit(parcel.where, found, src, parcel.index, parcel.name, dtype, shape)
         return False
+
+    def _take_over(self, parcel: Parcel, other: Parcel) -> None:
+        """What came for the other one, which nobody got."""
+        src, shape, dtype, *_ = parcel.want
+        parcel.error, out = other.error, other.out
+        if parcel.error is not None:
+            return
+        assert out is not None
+        if other.letter is not None:
+            if not self._fits(parcel, other.letter, src):
+                return
+            out = dtypes.from_bytes(out, dtype).view(shape)
+        elif parcel.name != other.name or parcel.want[:4] != other.want[:4]:
+            found = Envelope.of(other.name, other.want[3], out, 0)
+            parcel.error = envelopes.misfit(parcel.where, found, src, parcel.index, parcel.name, dtype, shape)
+            return
+        with parcel.as_asked():
+            parcel.out = out if other.rest is not None else out.clone()
+        parcel.rest = other.rest
 
     def _say_taken(self, src: int, number: int) -> None:
         cells, at = self.rings[src], RING * self.mail.index + HEAD + number % MOST * SLOT + TAKEN
@@ -301,16 +272,16 @@ class Letters:
             cells[at] = number
 
     def _say_unread(self, src: int, number: int) -> None:
-        self.rings[src][RING * self.mail.index + _UNREAD + number % MOST] = number
+        self.rings[src][RING * self.mail.index + UNREAD + number % MOST] = number
 
     def is_unread(self, dst: int, number: int) -> bool:
         """Whether that one has said that it cannot read what is lent with this letter."""
         own = self.own
-        return own is not None and own[RING * dst + _UNREAD + number % MOST] == number
+        return own is not None and own[RING * dst + UNREAD + number % MOST] == number
 
     def see_to_it(self) -> None:
         """Somebody has asked, or sent, who does not wait now: have the thread look, until all is here."""
-        _looking.add(self)
+        looking.add(self)
 
     def look_after(self) -> bool:
         """As that thread; whether something was there."""
@@ -321,34 +292,53 @@ class Letters:
 
     def is_busy(self) -> bool:
         """Whether something may come, or is to be written."""
-        return bool(self.asked or self.left) and self.mail.own.state() != GONE
+        return (bool(self.left) or self._is_asked()) and self.mail.own.state() != GONE
+
+    def _is_asked(self) -> bool:
+        """Whether anything that was asked for has not come, be it for who asks next."""
+        return any(not parcel.is_here for asked in list(self.asked.values()) for parcel in list(asked))
 
     def give_back(self, link: Any, want: Want, route: int, out: Tensor) -> None:
         """Nobody got this message, which was taken out of its letter: it is for who asks next."""
         parcel = Parcel(link, "exchange", want, route, out)
         parcel.is_here = True
+        parcel.number = -parcel.number  # before all others
         self.forget([parcel])
 
     def forget(self, parcels: Sequence[Parcel]) -> None:
-        """Nobody gets these: what has not come is for who asks next, and what has come, too; so is an error that nobody
-        was told of, for those after it are not to take its place.
+        """Nobody gets these: the places of those that have not come are for who asks next, and so is what has come; so
+        is an error that nobody was told of, for those after it are not to take its place.
         """
-        with self.receiving:
-            for parcel in reversed(parcels):  # the first of them comes to stand first
-                key = parcel.key
-                asked, came = self.asked.setdefault(key, deque()), self.came.setdefault(key, deque())
-                if asked and asked[0].is_here:  # who was interrupted was about to take out both
-                    del asked[0]
-                    del came[0]
-                if parcel in asked:
-                    asked.remove(parcel)
-                elif parcel.is_here and not parcel.is_settled:
-                    parcel.is_settled = True  # no call from here to that of the next line
-                    came.appendleft(parcel)
-                if not asked:
-                    del self.asked[key]
-                if not came:
-                    del self.came[key]
+        taken: list[bool] = []
+        try:  # a Work may be let go of while this thread looks: Python collects garbage at any time
+            taken.extend(map(self.receiving.acquire, [True], [_PATIENCE]))
+            if taken[0]:
+                self._forget(parcels)
+            else:
+                threading.Thread(target=self.forget, args=(parcels,), name="meshcomm messages", daemon=True).start()
+        finally:
+            if taken and taken[0]:
+                self.receiving.release()
+
+    def _forget(self, parcels: Sequence[Parcel]) -> None:
+        self.some_left = True
+        for parcel in parcels:
+            if parcel.key[1] >= CALLS:  # no other call asks for what this one's are
+                parcel.dropped = True
+                continue
+            if parcel.is_left or parcel.is_settled:
+                continue
+            asked = self.asked.setdefault(parcel.key, deque())
+            if parcel in asked:
+                parcel.is_left = True
+                if not parcel.is_here:
+                    parcel.out = None
+            elif parcel.is_here:
+                at = sum(other.number < parcel.number for other in asked)
+                parcel.is_left = parcel.is_kept = True  # no call from here to that of the next line
+                asked.insert(at, parcel)
+            elif not asked:
+                del self.asked[parcel.key]
 
     # --------------------------------------------------------------------------------------------------- sending
 
@@ -362,15 +352,15 @@ class Letters:
             rest = Messages(
                 link, [link._start("exchange", lambda: link.base.send([packed], dst, follows))], None, packed
             )
-        letter = _letter(link.name, tag, x, follows, lent, route)
+        letter = letter_of(link.name, tag, x, follows, lent, route)
         try:
             with self.sending:
                 self._write(dst, letter)
             mail.ring_at(dst)
-            return Sent(dst, letter[_NUMBER], lent, rest)
+            return Sent(dst, letter[NUMBER], lent, rest)
         except BaseException as error:
             if lent is not None:
-                if 0 < letter[_NUMBER] <= self.numbers[dst]:  # it is there: Ctrl-C
+                if 0 < letter[NUMBER] <= self.numbers[dst]:  # it is there: Ctrl-C
                     lent.returned(mail.index)
                 else:
                     lent.take_back()
@@ -405,7 +395,7 @@ class Letters:
             self.own_address = memory.address
             self.own = memory.view.cast("q")
         number = self.numbers[dst] + 1
-        letter[_NUMBER] = number
+        letter[NUMBER] = number
         cells = self.own
         if dst not in self.left and number - cells[RING * dst] <= MOST:
             at = RING * dst + HEAD + number % MOST * SLOT
@@ -421,7 +411,7 @@ class Letters:
     def _write_left(self) -> None:
         for dst, letters in list(self.left.items()):
             cells = self.own
-            while letters and (number := letters[0][_NUMBER]) - cells[RING * dst] <= MOST:
+            while letters and (number := letters[0][NUMBER]) - cells[RING * dst] <= MOST:
                 at = RING * dst + HEAD + number % MOST * SLOT
                 cells[at + 1 : at + CELLS] = letters[0][1:]
                 cells[at] = number
@@ -434,7 +424,8 @@ class Letters:
 
     def is_at_rest(self) -> bool:
         """Whether nothing that somebody wants has not come, and the others have seen all letters that are for them."""
-        if self.left or any(not parcel.dropped for asked in list(self.asked.values()) for parcel in list(asked)):
+        every = [parcel for asked in list(self.asked.values()) for parcel in list(asked)]
+        if self.left or any(not (parcel.dropped or parcel.is_left) for parcel in every):
             return False
         return self.own is None or all(self.own[RING * i] == number for i, number in enumerate(self.numbers))
 
@@ -450,111 +441,9 @@ class Letters:
                 os.close(memory.fd)
 
 
-class _Looking:
-    """The thread of this process that looks for all who do not wait, while there are some: less and less often."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._every: weakref.WeakSet[Letters] = weakref.WeakSet()
-        self._runs = False
-
-    def add(self, letters: Letters) -> None:
-        """Have it look for these, too."""
-        with self._lock:
-            self._every.add(letters)
-            if not self._runs:
-                threading.Thread(target=self._run, name="meshcomm messages", daemon=True).start()
-                self._runs = True
-
-    def _run(self) -> None:
-        end, pause = time.monotonic() + _IDLE, _FIRST_PAUSE
-        while True:
-            time.sleep(pause)
-            pause = min(1.2 * pause, _LONGEST_PAUSE)
-            if self._look():
-                end, pause = time.monotonic() + _IDLE, _FIRST_PAUSE
-            with self._lock:
-                if not self._every and time.monotonic() > end:
-                    self._runs = False
-                    return
-
-    def _look(self) -> bool:
-        with self._lock:
-            every = list(self._every)
-        found = False
-        for letters in every:
-            found |= letters.look_after()
-            with self._lock:
-                if not letters.is_busy():
-                    self._every.discard(letters)
-        return found
-
-
-_looking = _Looking()
-
-
-@forks.in_every_fork
-def _forked() -> None:
-    _looking.__init__()  # type: ignore[misc]
-
-
 def letters_of(mail: Mail) -> Letters:
     """Those of a group."""
     with mail.lock:
         if mail.letters is None:
             mail.letters = Letters(mail)
         return cast(Letters, mail.letters)
-
-
-def _take_over(parcel: Parcel, other: Parcel) -> None:
-    """What was read for the other one, which nobody got."""
-    src, shape, dtype, *_ = parcel.want
-    if other.error is not None:
-        parcel.error = other.error
-        return
-    assert other.out is not None
-    if parcel.name != other.name or parcel.want[:4] != other.want[:4]:
-        found = Envelope.of(other.name, other.want[3], other.out, 0)
-        parcel.error = envelopes.misfit(parcel.where, found, src, parcel.index, parcel.name, dtype, shape)
-        return
-    with parcel.as_asked():
-        parcel.out = other.out if other.rest is not None else other.out.clone()
-    parcel.rest = other.rest
-
-
-def _room_for(parcel: Parcel, fits: bool, nbytes: int) -> Tensor:
-    """Flat, for what it shall be; or for what does not fit, which follows it over gloo."""
-    _, shape, dtype, *_ = parcel.want
-    if not fits:
-        parcel.out = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        return parcel.out
-    if dtype in dtypes.PLAIN:
-        if parcel.out is None:
-            parcel.out = reserve.empty(shape, torch.empty(0, dtype=dtype, device="cpu"))
-        return parcel.out.view(-1)
-    packed = dtypes.to_bytes(reserve.empty(shape, torch.empty(0, dtype=dtype, device="cpu")))
-    parcel.out = dtypes.from_bytes(packed, dtype).view(shape)
-    return packed
-
-
-@lru_cache(1024)
-def says(name: str, tag: int, dtype: torch.dtype, shape: tuple[int, ...], route: int) -> list[int]:
-    """What a letter says before what is lent, if nothing follows."""
-    lengths = [*shape[:LENGTHS], *[0] * (LENGTHS - len(shape))]
-    nbytes = math.prod(shape) * dtype.itemsize
-    head = (0, route, envelopes.sequence_of(name), tag, nbytes, 0, number_of(dtype), len(shape))
-    return [*head, envelopes.rest_of(tuple(shape)), *lengths]
-
-
-def _letter(name: str, tag: int, x: Tensor, follows: int, lent: Segment | None, route: int) -> array[int]:
-    said = says(name, tag, x.dtype, x.shape, route)
-    letter = array("q", (*said, *((0,) * 6 if lent is None else lent.where)))
-    letter[_FOLLOWS] = follows
-    return letter
-
-
-def _envelope(letter: list[int]) -> Envelope:
-    ndim, lengths = letter[_NDIM], letter[_SHAPE:PLACE]
-    shape = (*lengths[:ndim], *([letter[_REST]] if ndim > LENGTHS else []))
-    kind = str(dtype_of(letter[_DTYPE]))
-    return Envelope(letter[_SEQUENCE], letter[_TAG], kind, shape, letter[_NBYTES], letter[_FOLLOWS])

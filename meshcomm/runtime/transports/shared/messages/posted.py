@@ -16,10 +16,12 @@ from meshcomm.runtime.pending import Pending, TimedOutError, begin_all, queued
 from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.recorder import DROPPED, ENDED, THREAD, Record, failed
 from meshcomm.runtime.transports import dtypes
-from meshcomm.runtime.transports.post import CALLS, Carrier, Room
+from meshcomm.runtime.transports.gloo.carrier import Carrier, Room
+from meshcomm.runtime.transports.gloo.post import CALLS
 from meshcomm.runtime.transports.shared.entry import gone_among
-from meshcomm.runtime.transports.shared.letters import Letters, Parcel, Sent, letters_of
 from meshcomm.runtime.transports.shared.mailbox import Mail
+from meshcomm.runtime.transports.shared.messages.letters import Letters, letters_of
+from meshcomm.runtime.transports.shared.messages.parcels import Parcel, Sent
 from meshcomm.runtime.transports.shared.waiting import AWAKE, Wait
 from meshcomm.runtime.transports.underway import Messages
 
@@ -75,8 +77,11 @@ class Posted(Pending):
         self._let_go()
 
     def _let_go(self) -> None:
+        """What was sent may be read."""
         for sent in self._sent:
             sent.let_go(self._letters.mail.index)
+        for rest in self._rests():
+            rest.abandon()
 
     def done(self) -> bool:
         """Whether it would not wait: all is here, or will not come."""
@@ -90,8 +95,6 @@ class Posted(Pending):
         for parcel in self._parcels:
             parcel.dropped = True
         self._let_go()
-        for rest in self._rests():
-            rest.abandon()
 
     def _rests(self) -> list[Messages]:
         """What follows over gloo."""

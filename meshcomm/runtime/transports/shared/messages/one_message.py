@@ -34,9 +34,11 @@ from meshcomm.runtime.process.lending import LOW, PART, STATE, Segment, copy, is
 from meshcomm.runtime.process.reuse import LEAST, reserve
 from meshcomm.runtime.recorder import ENDED, Log, Record, failed
 from meshcomm.runtime.transports import dtypes
-from meshcomm.runtime.transports.envelopes import LENGTHS
-from meshcomm.runtime.transports.post import route_of
-from meshcomm.runtime.transports.shared.letters import (
+from meshcomm.runtime.transports.gloo.envelopes import LENGTHS
+from meshcomm.runtime.transports.gloo.post import route_of
+from meshcomm.runtime.transports.shared.messages.letters import Letters
+from meshcomm.runtime.transports.shared.messages.parcels import Parcel, Sent
+from meshcomm.runtime.transports.shared.messages.written import (
     CELLS,
     DATA,
     HEAD,
@@ -48,9 +50,6 @@ from meshcomm.runtime.transports.shared.letters import (
     SERIAL_AT,
     SLOT,
     TAKEN,
-    Letters,
-    Parcel,
-    Sent,
     says,
 )
 from meshcomm.runtime.transports.shared.waiting import AWAKE
