@@ -731,6 +731,22 @@ def leaves_in_the_image() -> list[Any]:
     return [*found, torch.zeros_like(x, requires_grad=True)]
 
 
+def overwritten_after_a_sum() -> list[Any]:
+    """What was summed makes a rank's own leaf invariant; what was written over that leaves it the rank's own, and may
+    be summed again.
+    """
+    x, found = of("dp"), []
+    for write in (Tensor.zero_, lambda t: t.fill_(2.0), lambda t: t.copy_(torch.ones(4)), lambda t: t.uniform_(1, 1)):
+        total = mc.all_reduce(x, "dp")
+        w = mc.mark_varying(torch.ones(4), "dp").requires_grad_()
+        with mc.fork_rng(()), torch.no_grad():
+            for _ in range(3):
+                write(total)
+            w.copy_(total)
+        found += [w, mc.all_reduce(total, "dp")]
+    return found
+
+
 class Own(Tensor):
     """As people write them."""
 
@@ -753,5 +769,6 @@ PROGRAMS: dict[str, Program] = {
         views_of_what_is_declared_otherwise, views_of_leaves_written, views_in_other_memory, asked_to_write,
         masks_and_places, three_of_several_types, several_results, written_wider_elsewhere, lists_and_a_dim,
         drawn, made_of_numbers, operators, leaves_in_the_image, drawn_in_the_image_of_a_subclass,
+        overwritten_after_a_sum,
     )
 }  # fmt: skip
