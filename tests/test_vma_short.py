@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from vma_short_programs import PROGRAMS, of, weight
+from vma_short_programs import PROGRAMS, Own, of, weight
 
 import meshcomm as mc
 from meshcomm.spmd.types.grids import ANY, Grid, grid_of
 from meshcomm.spmd.types.rules import at_once, in_place
+from meshcomm.spmd.types.rules.short import Short, Shorts
 from meshcomm.spmd.types.rules.torch_rules import kind_of
 from meshcomm.spmd.types.sizes import varying_numbers
 from meshcomm.spmd.types.vma import Type, marked
@@ -130,10 +131,6 @@ def test_what_has_no_gradient_is_noted_so() -> None:
     assert in_ranks(run) == [[False, True, True]] * 4
 
 
-class Own(Tensor):
-    """As people write them."""
-
-
 def test_what_is_given_back_of_what_was_written_into_is_noted() -> None:
     """Where an operand is of a subclass, that is another tensor."""
 
@@ -238,6 +235,50 @@ def test_a_leaf_is_noted_as_one_from_when_it_is_one() -> None:
         assert not noted.plain
         w.requires_grad_(False)
         assert not (w * 1.0).requires_grad
+
+
+@torch.library.custom_op("meshcomm_tests_short::layer_norm", mutates_args=())
+def with_mean(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x - x.mean(), x.mean()
+
+
+@torch.library.custom_op("meshcomm_tests_short::zeros_like", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def test_an_operator_of_somebody_else_has_the_name_of_one_of_torchs() -> None:
+    def run() -> list[Any]:
+        with mc.check_vma():
+            x = of("dp")
+            given = [y for _ in range(4) for y in (*with_mean(x), doubled(x))]
+            return [mc.varying_axes(y) for y in given]
+
+    assert in_ranks(run) == [[{"dp"}] * 12] * 4
+
+
+def test_who_has_read_before_what_was_written_takes_nothing_back() -> None:
+    """Ranks of one process have in common what is remembered, and one may go on anywhere in what another one does."""
+    now = object()
+    read = iter([frozenset({"dp"}), frozenset()])
+
+    class There(Grid):
+        written = property(lambda self: next(read), lambda self, value: None)  # type: ignore[assignment]
+
+    class Here(Shorts):
+        grid = There(SHAPE, (0, 1, 2, 3))
+
+    class Seen(Short):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name == "wide_one" and late:
+                looks._looks(self, late.pop())
+
+    late: list[object] = []
+    looks, short = Here(), Seen(kind_of(torch.nn.functional.relu), [Type({})], Type({}), Here.grid)
+    late.append(object())
+    assert looks._looks(short, now)
+    assert (short.looked, short.wide_one) == (now, True)
 
 
 def test_what_is_asked_again_and_of_a_size_that_varies() -> None:

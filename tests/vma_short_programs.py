@@ -720,6 +720,45 @@ def operators() -> list[Any]:
     return found
 
 
+def leaves_in_the_image() -> list[Any]:
+    """One that is a leaf is each rank's own, where the others are the same on every rank."""
+    x, found = of("dp"), []
+    for make in (Tensor.new_zeros, Tensor.new_ones):
+        for _ in range(3):
+            found.append(make(x, 4))
+        found.append(make(x, 4, requires_grad=True))
+    found.append(x.new_full((4,), 2.0, requires_grad=True))
+    return [*found, torch.zeros_like(x, requires_grad=True)]
+
+
+def overwritten_after_a_sum() -> list[Any]:
+    """What was summed makes a rank's own leaf invariant; what was written over that leaves it the rank's own, and may
+    be summed again.
+    """
+    x, found = of("dp"), []
+    for write in (Tensor.zero_, lambda t: t.fill_(2.0), lambda t: t.copy_(torch.ones(4)), lambda t: t.uniform_(1, 1)):
+        total = mc.all_reduce(x, "dp")
+        w = mc.mark_varying(torch.ones(4), "dp").requires_grad_()
+        with mc.fork_rng(()), torch.no_grad():
+            for _ in range(3):
+                write(total)
+            w.copy_(total)
+        found += [w, mc.all_reduce(total, "dp")]
+    return found
+
+
+class Own(Tensor):
+    """As people write them."""
+
+
+def drawn_in_the_image_of_a_subclass() -> list[Any]:
+    x, found = mc.mark_varying(of("dp").as_subclass(Own), "dp"), []
+    for _ in range(4):
+        torch.manual_seed(0)
+        found += [torch.rand_like(x), torch.randint_like(x, 5)]
+    return [each.as_subclass(Tensor) for each in found]
+
+
 PROGRAMS: dict[str, Program] = {
     each.__name__.replace("_", " "): each
     for each in (
@@ -729,6 +768,7 @@ PROGRAMS: dict[str, Program] = {
         several_at_once, in_the_image, written_past_a_leaf, narrower_written, narrower_with_a_gradient, views_written,
         views_of_what_is_declared_otherwise, views_of_leaves_written, views_in_other_memory, asked_to_write,
         masks_and_places, three_of_several_types, several_results, written_wider_elsewhere, lists_and_a_dim,
-        drawn, made_of_numbers, operators,
+        drawn, made_of_numbers, operators, leaves_in_the_image, drawn_in_the_image_of_a_subclass,
+        overwritten_after_a_sum,
     )
 }  # fmt: skip

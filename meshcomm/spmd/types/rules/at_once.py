@@ -322,6 +322,8 @@ class AtOnce(Several, InPlace):
         if type(result) is Tensor:
             result._meshcomm_type = kind  # type: ignore[attr-defined]
             stamp(result)
+        else:  # in the image of a subclass
+            self._note_all(result, kind)
         return result
 
     def _note_parts(self, result: Any, whole: Type, graph: bool, args: Args) -> None:

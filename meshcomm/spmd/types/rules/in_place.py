@@ -90,9 +90,9 @@ class InPlace(Shorts, Writes):
             again is None
             or functorch_active()
             or (
-                self._drawn_along() != mine.axes
+                (mine.ended or self._drawn_along() != mine.axes)
                 if kind.random
-                else kind.overwrites and not even and mine.axes  # what is the same everywhere makes it so
+                else kind.overwrites and not even and (mine.axes or mine.ended)  # it is of the type of what is written
             )
         ):
             return self._operation(kind, func, args, kwargs)

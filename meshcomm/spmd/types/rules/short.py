@@ -60,11 +60,11 @@ class Short:
         """When that was last found to be so."""
         self.looked: object = None
         """When it was last found to be otherwise: what was written into each operand is looked at."""
-        self.wide_one = self.wide_two = True
+        self.wide_one = self.wide_two = False
         """Whether what was written into the first and the second one is looked at then."""
         self.met: tuple[CodeType | None, int, Any] = None, 0, None
         """What they make together at an instruction, if that depends on where they meet: the last one of a user's."""
-        self.unless = kind.unless if len(types) > 1 or kind.sized < 2 else None
+        self.unless = kind.unless if len(types) > 1 or kind.sized < 2 or kind.fresh else None
         self.asks = self.unless is not None or self.drops is not None or self.random
         self.shares, self.notes = kind.shares, kind.shares or kind.fresh
         self.reads = not (self.in_place or kind.way is MAKES)
@@ -123,8 +123,11 @@ class Shorts:
         if written <= short.within and not short.asks:
             short.mark = mark
             return False
-        short.wide_one = short.reads and short.one is not None and not written <= short.one.axes
-        short.wide_two = short.two is not None and not written <= short.two.axes
+        # Never back to False: another rank's thread may have read what was written later than this one.
+        if short.reads and short.one is not None and not written <= short.one.axes:
+            short.wide_one = True
+        if short.two is not None and not written <= short.two.axes:
+            short.wide_two = True
         short.looked = mark
         return True
 

@@ -164,15 +164,16 @@ def _kind(func: Any) -> Kind:
         return Kind(name, runs_backward=True, seeds="grad_tensors")
     if func is torch.autograd.grad:
         return Kind(name, runs_backward=True, gradients=True)
+    own = _is_own(func)
     in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
     kind = Kind(
         name,
         host=name in HOST,
-        fresh=name in FRESH,
-        alike=name in ALIKE,
+        fresh=own and name in FRESH,
+        alike=own and name in ALIKE,
         each=name in EACH or name.startswith(("_foreach_", "_fused_")),
         in_place=in_place,
-        computes=name in _COMPUTES,
+        computes=own and name in _COMPUTES,
         random=name in RANDOM,
         drops=_drops(func, name),
         settles=name in SETTLES,
@@ -196,17 +197,23 @@ def _kind(func: Any) -> Kind:
         and (func in _PURE or only_reads(func))
     ):
         way = READS_ROWS if takes_rows(func) else READS
-    elif name in _MAKES and not isinstance(func, FunctionType):
+    elif own and name in _MAKES and not isinstance(func, FunctionType):
         way = MAKES
     return replace(
         kind,
         ordinary=ordinary,
         way=way,
-        one_kernel=way in (READS, READS_ROWS) and name in _ONE_KERNEL,
+        one_kernel=own and way in (READS, READS_ROWS) and name in _ONE_KERNEL,
         counts=name in _COUNTS,
         unless=_unless(func, kind) if way else None,
         names=tuple(inspect.signature(func).parameters) if way and name in _BY_NAME and func in _PURE else (),
     )
+
+
+def _is_own(func: Any) -> bool:
+    """Whether it is torch's own: an operator of somebody else may have the name of one of torch's."""
+    module = str(getattr(func, "__module__", None))
+    return not module.startswith("torch._ops.") or module == "torch._ops.aten"
 
 
 _MAKES = words(
