@@ -132,6 +132,31 @@ def test_of_another_shape_or_dtype(run: Run, length: int, early: bool) -> None:
     assert run(of_other_kinds, length, early)[0] == [True] * 4
 
 
+def of_another_kind_that_has_come(length: int, longer: int) -> float:
+    """It came while the Work was there still, and nobody was told that it does not fit."""
+    mesh = pair()
+    if mesh is None:
+        return 0.0
+    if mesh.rank == 1:
+        mc.barrier("a", mesh=mesh)
+        send(mesh, length + longer, 1.0)
+        send(mesh, SHORT, 2.0, tag=5)
+        return 0.0
+    works = [mc.recv("a", 1, shape=(length,), dtype=F32, mesh=mesh, async_op=True)]
+    assert "not done" in told(lambda: works[0].wait(SOON))
+    mc.barrier("a", mesh=mesh)
+    assert values(recv(mesh, SHORT, tag=5)) == 2.0  # who looks for this one sees the other one
+    works.clear()
+    gc.collect()
+    return values(recv(mesh, length + longer))
+
+
+@pytest.mark.parametrize("longer", [1, WIDE])
+@pytest.mark.parametrize("length", [SHORT, WIDE])
+def test_of_another_shape_that_has_come(pool4: Any, length: int, longer: int) -> None:
+    assert pool4.run(of_another_kind_that_has_come, length, longer)[0] == 1.0
+
+
 def that_does_not_fit(length: int, early: bool) -> list[Any]:
     mesh = pair()
     if mesh is None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
 from meshcomm.runtime.process import lending
@@ -244,3 +245,32 @@ def other_roots(name: str) -> None:
 @pytest.mark.parametrize("name", SOME)
 def test_ranks_that_name_another_root(pool4: Any, name: str) -> None:
     pool4.run(other_roots, name)
+
+
+class _Spoiling(TorchDispatchMode):
+    """What comes of it is no number any more, for who has it later."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As it is, but for what is cut."""
+        y = func(*args, **(kwargs or {}))
+        return [torch.zeros_like(part) for part in y] if isinstance(y, (list, tuple)) else y
+
+
+def in_a_mode() -> None:
+    """Whatever the first one to read it is in the middle of, what is remembered is what is lent."""
+    mesh = pairs()
+    x = given(mesh.rank)
+    for root in (0, 1):
+        expected = mc.reduce(x, "a", root, mesh=mesh, async_op=True).wait()
+        with _Spoiling():
+            for _ in range(4):
+                mc.reduce(x, "a", root, mesh=mesh)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(in_parts, "AWAKE", 60.0)
+            patch.setattr(in_parts, "copy", lambda *given: (time.sleep(0.001), lending.copy(*given)))
+            for _ in range(4):
+                assert alike(mc.reduce(x, "a", root, mesh=mesh), expected)
+
+
+def test_what_is_remembered_outlives_a_mode(pool4: Any) -> None:
+    pool4.run(in_a_mode)

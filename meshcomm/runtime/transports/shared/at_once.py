@@ -212,6 +212,11 @@ class _Known:
             return [(span, flat.view(self.rows, -1)[span]) for span in self.spans], self.cut(flat)
         return flat.view(self.shape), self.cut(flat)
 
+    def read_of(self, lent: Segment) -> tuple[Tensor, Any]:
+        """What this rank reads of what lies in there, and the same in parts."""
+        x = self.views(lent)[1]
+        return x, None if self.parts is None else self.parts.of(lent, x)
+
     def cut(self, flat: Tensor) -> Tensor:
         """What this rank reads."""
         return (flat.view(self.rows, -1)[self.index] if self.rows else flat).view(self.part)
@@ -245,8 +250,8 @@ class _Known:
         table = segment.cells[TABLE : TABLE + len(self.table)]
         if self.table and table != self.table:  # of other lengths: as much need not lie there
             return None
-        x = _lasting(self.views, segment)[1]
-        found = x, segment.flags, table, None if self.parts is None else self.parts.of(segment, x)
+        x, in_parts = _lasting(self.read_of, segment)
+        found = x, segment.flags, table, in_parts
         if entry[KEPT]:
             _keep(places, (entry[SERIAL], entry[OFFSET]), found)
         return found
@@ -342,7 +347,7 @@ def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
     known[key] = value
 
 
-def _lasting(views: Callable[[Segment], tuple[Any, Tensor]], segment: Segment) -> tuple[Any, Tensor]:
+def _lasting(views: Callable[[Segment], tuple[Any, Any]], segment: Segment) -> tuple[Any, Any]:
     """They outlive whatever the first user is in the middle of."""
     if _torch.plain_now() and not torch.is_inference_mode_enabled():  # to leave nothing takes longer than the rest
         return views(segment)

@@ -201,12 +201,12 @@ class Letters:
             fits = left or self._fits(parcel, letter, src)
             with parcel.as_asked():
                 packed = room_for(parcel, fits and not left, letter[NBYTES])
-                if written > 0 and fits and not follows:  # dropped or not: an interrupted call may give it back yet
+                if written > 0 and not follows:  # dropped or not: an interrupted call may give it back yet
                     if segment is not None:
                         packed.copy_(segment.part(packed.nbytes, packed.dtype))
                     else:
                         packed.view(torch.uint8).copy_(torch.frombuffer(letter[-1], dtype=torch.uint8))
-            if left:
+            if written >= 0 and (left or not fits):  # nobody may be told of it, and who asks next may expect it
                 parcel.letter = letter
             if follows and link is not None:
                 parcel.rest = Messages(link, [link.base.recv([packed], src, follows)], None, packed)
@@ -250,8 +250,9 @@ class Letters:
     def _take_over(self, parcel: Parcel, other: Parcel) -> None:
         """What came for the other one, which nobody got."""
         src, shape, dtype, *_ = parcel.want
-        parcel.error, out = other.error, other.out
-        if parcel.error is not None:
+        out = other.out
+        if other.error is not None and other.letter is None:  # else it has not fitted there
+            parcel.error = other.error
             return
         assert out is not None
         if other.letter is not None:

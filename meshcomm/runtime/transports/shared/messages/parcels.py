@@ -46,7 +46,7 @@ class Parcel:
         self.is_left = self.is_kept = False
         """Who has asked has given up: its place is for who asks next, and so is what has come there (it is kept)."""
         self.letter: list[Any] | None = None
-        """What came to a place that was left already, as bytes: it may be anything."""
+        """What came to a place that was left already, or does not fit there, as bytes: it may be anything."""
         self.out = room
         self.rest: Messages | None = None
         """What follows over gloo."""
