@@ -4,6 +4,10 @@ Per unit one raw gather, one node of autograd that parts it into parameters and 
 reduce_scatter, and one node, the same in each pass, that gives each parameter, a slice of the shard, its gradient;
 weights that autograd saves are saved by place and gathered again. Nothing is checked, noted, told to others or gathered
 ahead, and nothing is right but this one step.
+
+With hooks of units alone, as fully_shard has them, it takes less: ``emptied``. Autograd saves the weights themselves,
+whose memory is let go of after forward and filled before backward comes to the unit's result. Where it comes to the
+unit by another way, by what a part has kept for the loss, it reads memory that is not there.
 """
 
 from __future__ import annotations
@@ -66,17 +70,63 @@ class Unit:
     def before(self, *_: object) -> None:
         """Forward begins."""
         buffer, self.again = self.gathered(), None
-        views = _weights(self.token, self, buffer)
-        for table, name, at, _ in self.sites:
-            table[name] = views[at]
+        self.show(buffer)
         first = buffer.data_ptr()
         _spans.append((first, first + buffer.nbytes, self))
 
-    def after(self, *_: object) -> None:
+    def after(self, *_: Any) -> None:
         """It has ended."""
+        self.hide()
+        _spans.pop()
+
+    def show(self, buffer: Tensor) -> None:
+        """The module has whole parameters."""
+        views = _weights(self.token, self, buffer)
+        for table, name, at, _ in self.sites:
+            table[name] = views[at]
+
+    def hide(self) -> None:
+        """It has its shards."""
         for table, name, _, p in self.sites:
             table[name] = p
-        _spans.pop()
+
+    def release(self) -> None:
+        """Backward has used them."""
+        self.again = None
+
+
+class Emptied(Unit):
+    """With hooks of units alone."""
+
+    def __init__(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
+        super().__init__(module, params)
+        self.buffer = torch.empty(self.chunk * dist.get_world_size())
+        self.storage = self.buffer.untyped_storage()
+        self.nbytes = self.storage.nbytes()
+        self.same = torch.empty(0).set_(self.storage, 0, self.buffer.shape, (1,))
+        """Written to, of which autograd does not hear."""
+        self.release()
+
+    def fill(self, *_: object) -> None:
+        """Gather."""
+        group: Any = dist.group.WORLD
+        self.storage.resize_(self.nbytes)
+        group._allgather_base(self.same, self.flat).wait()
+
+    def before(self, *_: object) -> None:
+        """Forward begins."""
+        self.fill()
+        self.show(self.buffer)
+
+    def after(self, *given: Any) -> None:
+        """It has ended."""
+        self.hide()
+        self.release()
+        given[-1].grad_fn.register_prehook(self.fill)
+
+    def release(self) -> None:
+        """The memory goes."""
+        self.storage.resize_(0)
 
 
 class _Shards(Function):
@@ -102,7 +152,7 @@ class _Weights(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         unit, group = ctx.unit, dist.group.WORLD
-        unit.again = None
+        unit.release()
         packed = torch.cat([*(g.reshape(-1) for g in gradients), unit.zeros])
         unit.gradient = torch.empty(unit.chunk)
         group._reduce_scatter_base(unit.gradient, packed, dist.ReduceScatterOptions()).wait()  # type: ignore[union-attr]
@@ -132,11 +182,11 @@ def _unpack(saved: tuple[Any, ...]) -> Tensor:
     return unit.again.as_strided(x, rest, offset[0])  # type: ignore[no-any-return]
 
 
-def sharded(model: nn.Module, parts: Sequence[nn.Module]) -> list[Unit]:
+def sharded(model: nn.Module, parts: Sequence[nn.Module], kind: type[Unit] = Unit) -> list[Unit]:
     """A unit per part, and one of what is left, changed in place; float32, each parameter in one of them."""
-    units = [Unit(part, list(part.parameters())) for part in parts]
+    units = [kind(part, list(part.parameters())) for part in parts]
     inside = {p for part in parts for p in part.parameters()}
-    return [*units, Unit(model, [p for p in model.parameters() if p not in inside])]
+    return [*units, kind(model, [p for p in model.parameters() if p not in inside])]
 
 
 def saved_by_place() -> torch.autograd.graph.saved_tensors_hooks:

@@ -9,7 +9,8 @@ First the host's part alone, on torch's fake backend (8 ranks, of which this pro
 this process per step, and of one step the most memory and the collectives. fully_shard has one unit per block on both
 sides. "raw collectives" is a floor: the step of one rank and the same collectives as bare C++ calls of the process
 group; "bare hooks" is one of fully sharded blocks: the least of hooks and nodes that they need in Python, without a
-check (``benchmarks.bare_fsdp``). Then steps on gloo, on 2 and on 4 processes of this machine, where a number is the
+check (``benchmarks.bare_fsdp``), and "of units" the same without hooks of what autograd saves, which is less and not
+right everywhere. Then steps on gloo, on 2 and on 4 processes of this machine, where a number is the
 median over the steps of the slowest rank's time. The candidates take turns. There "one rank" is a floor: each process
 computes its step alone, at the same time as the others; of tensor parallelism the whole layers, which is no floor but
 what it saves. "copies and sums" is the floor with what each rank has to move, in memory of its own and without waiting
@@ -24,6 +25,7 @@ import os
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -58,6 +60,7 @@ from meshcomm.parallel import data_parallel, fully_shard, tensor_parallel
 
 PLAIN = "one rank"
 FLOOR, BARE, MOVED = "raw collectives (floor)", "bare hooks (floor)", "one rank, copies and sums (floor)"
+EMPTIED = "bare hooks of units (floor)"
 OURS = "meshcomm"
 DDP, FSDP, TP = "data parallel", "fully sharded", "tensor parallel"
 TORCHS = {DDP: "DistributedDataParallel", FSDP: "fully_shard", TP: "parallelize_module"}
@@ -218,15 +221,15 @@ def raw_step(kind: str, size: Size) -> Step:
     return with_collectives
 
 
-def bare_step(size: Size) -> Step:
+def bare_step(size: Size, kind: type[bare_fsdp.Unit] = bare_fsdp.Unit) -> Step:
     """A fully sharded step with as little around it as can be."""
     torch.manual_seed(0)
     model = Stack(size)
-    units = bare_fsdp.sharded(model, list(model.blocks))
+    units = bare_fsdp.sharded(model, list(model.blocks), kind)
     x = torch.randn(size.batch, size.tokens, size.width)
 
     def step() -> None:
-        with bare_fsdp.saved_by_place():
+        with bare_fsdp.saved_by_place() if kind is bare_fsdp.Unit else nullcontext():
             loss = model(x).square().mean()
         loss.backward()
         for unit in units:
@@ -290,7 +293,9 @@ def on_fake(sizes: Mapping[str, Size], repeats: int) -> dict[str, dict[str, dict
             makers = {who: make for (what, who), make in MAKERS.items() if what == kind}
             found[kind] = {who: tracked_step(make, size) for who, make in makers.items()}
             kept = {who: step_of(make, size, 0) for who, make in makers.items()}
-            floors = {FLOOR: raw_step(kind, size)} | ({BARE: bare_step(size)} if kind == FSDP else {})
+            floors = {FLOOR: raw_step(kind, size)}
+            if kind == FSDP:
+                floors |= {BARE: bare_step(size), EMPTIED: bare_step(size, bare_fsdp.Emptied)}
             steps = floors | {who: step for who, (step, _) in kept.items()}
             taken: dict[str, list[float]] = {who: [] for who in steps}
             for number in range(repeats + 2):
