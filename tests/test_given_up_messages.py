@@ -419,7 +419,15 @@ def long_after(way: str, length: int) -> list[float]:
     return [values(recv(mesh, length) if work is None else work.wait(LONG)), mc.axis_size("a", mesh=mesh)]
 
 
-@pytest.mark.parametrize("length", [SHORT, WIDE])
-@pytest.mark.parametrize("way", ["in time", "followed", "kept", "kept, waited for"])
+@pytest.mark.parametrize(
+    ("way", "length"),
+    [
+        ("in time", SHORT), ("kept, waited for", WIDE),
+        *(pytest.param(way, length, marks=pytest.mark.thorough) for way, length in (
+            ("in time", WIDE), ("followed", SHORT), ("followed", WIDE), ("kept", SHORT), ("kept", WIDE),
+            ("kept, waited for", SHORT),
+        )),
+    ],
+)  # fmt: skip
 def test_the_group_goes_on(gloo4: Any, way: str, length: int) -> None:
     assert gloo4.run(long_after, way, length)[0] == [1.0, 2]

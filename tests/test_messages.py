@@ -835,7 +835,7 @@ def object_in_parts(length: int) -> int:
         return receiver_at_each_door(length, "object", 0.0)
 
 
-@pytest.mark.parametrize("pool", ["pool4", "gloo4"])
+@pytest.mark.parametrize("pool", ["pool4", pytest.param("gloo4", marks=pytest.mark.thorough)])
 def test_who_receives_an_object_in_parts_is_interrupted_anywhere(request: pytest.FixtureRequest, pool: str) -> None:
     assert max(request.getfixturevalue(pool).run(object_in_parts, 5000)) > 10
 
