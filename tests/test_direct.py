@@ -69,6 +69,11 @@ def collectives(mesh: mc.Mesh) -> dict[str, Callable[[Tensor], Tensor]]:
         "permute": lambda x: mc.permute(x, "a", ring, mesh=mesh),
         "all_gather 0": lambda x: mc.all_gather(x, "a", mesh=mesh),
     }
+    for op in ("mean", "max"):
+        found |= {
+            f"all_reduce, {op}": lambda x, op=op: mc.all_reduce(x, "a", op, mesh=mesh),
+            f"reduce_scatter, {op}": lambda x, op=op: mc.reduce_scatter(x, "a", op=op, mesh=mesh),
+        }
     for dim in (0, -1):
         found |= {
             f"all_gather {dim}": lambda x, dim=dim: mc.all_gather(x, "a", dim, mesh=mesh),
@@ -88,6 +93,12 @@ def inputs(me: int) -> dict[str, Tensor]:
     made |= {str(dtype)[6:]: flat.to(dtype) for dtype in (torch.int32, torch.uint8, torch.int16, torch.complex64)}
     made |= {"2-d": flat.view(4, 4), "3-d": torch.arange(32.0).view(4, 2, 4) + me, "one row": flat.view(1, 16)}
     made |= {"transposed": flat.view(4, 4).T, "every other": torch.arange(32.0)[::2] + me, "empty": torch.ones(0, 4)}
+    made |= {
+        "bool": (flat % 3).bool(),
+        "conjugated": torch.complex(flat, flat).conj(),
+        "one wide": flat.view(16, 1).short(),
+    }
+    made |= {"large halves": (flat + 2.0**15).half(), "a number": torch.tensor(me, dtype=torch.int16)}
     made |= {"turned": torch.complex(flat, flat).conj().imag, "turned and dense": (flat * 1j).conj()[:4].imag}
     made |= {"expanded": torch.full((1,), float(me)).expand(8), "parameter": torch.nn.Parameter(flat.clone())}
     return made
@@ -206,8 +217,16 @@ def both_ways(folder: str) -> list[str]:
     wanted |= {"broadcast": "broadcast", "shift": "alltoall_base", "permute": "alltoall_base"}
     wanted |= {"all_to_all 0": "alltoall_base"}
     last = {name.replace("0", "-1"): method for name, method in wanted.items() if name.endswith("0")}
-    for name, method in (wanted | last).items():
-        for kind in ("one row",) if name in last else ("float32", "bfloat16", "int64", "2-d", "3-d"):
+    moved = ("bool", "int16", "complex64", "one wide")  # as bytes
+    kinds_of = dict.fromkeys(wanted, ("float32", "bfloat16", "int64", "2-d", "3-d", "uint8"))
+    kinds_of |= dict.fromkeys(last, ("one row",))
+    kinds_of |= {name: (*kinds_of[name], *moved) for name in wanted if "reduce" not in name}
+    ops = {"all_reduce, max": "allreduce", "reduce_scatter, max": "_reduce_scatter_base"}
+    kinds_of |= dict.fromkeys(ops, ("int64", "uint8", "bool"))
+    means = {"all_reduce, mean": "allreduce", "reduce_scatter, mean": "_reduce_scatter_base"}
+    kinds_of |= dict.fromkeys(means, ("float32", "2-d", "bfloat16", "complex64"))
+    for name, method in (wanted | last | ops | means).items():
+        for kind in kinds_of[name]:
             calls.clear()
             seen = log.begun
             collectives(mesh)[name](inputs(rank)[kind])

@@ -67,8 +67,8 @@ class DetouredLink(ProcessLink):
             return y
         return then(y, lambda y: y.to(device) if isinstance(y, Tensor) else y)  # type: ignore[return-value]
 
-    def _as_it_lies(self, x: Tensor, known: frozenset[torch.dtype]) -> bool:
-        return self._way(x.device) == x.device and super()._as_it_lies(x, known)
+    def _as_it_lies(self, x: Tensor) -> bool:
+        return self._way(x.device) == x.device and super()._as_it_lies(x)
 
     def copies(self, name: str, x: Tensor) -> bool:
         """A tensor that is moved is copied."""

@@ -36,7 +36,7 @@ from meshcomm.runtime.transports.underway import Messages, Started, StartedOnDev
 
 T = TypeVar("T")
 
-_OPS = {
+OPS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.AVG,
     "max": dist.ReduceOp.MAX,
@@ -174,9 +174,9 @@ class GroupLink(PacketLink):
         self._calls = (self._calls + 1) % _MOST_CALLS
         return CALLS + self.channel.number % _CHANNELS * _MOST_CALLS + self._calls
 
-    def _as_it_lies(self, x: Tensor, known: frozenset[torch.dtype]) -> bool:
-        """Whether the backend takes ``x`` itself, and does with it what is called."""
-        return x.dtype in known and x.is_contiguous() and not (x.is_neg() or (self._on_gloo and x.is_cpu))
+    def _as_it_lies(self, x: Tensor) -> bool:
+        """Whether the backend sees in the memory of ``x`` what it is, and does with it what is called."""
+        return x.is_contiguous() and not (x.is_neg() or x.is_conj() or (self._on_gloo and x.is_cpu))
 
     def _start(self, what: str, start: Callable[[], T]) -> T:
         if queued:
@@ -390,7 +390,7 @@ def options_for(name: str, later: bool, **given: Any) -> Any:
     options = getattr(dist.distributed_c10d, name)()
     options.asyncOp = later
     for each, value in given.items():
-        setattr(options, each, _OPS[value] if each == "reduceOp" else value)
+        setattr(options, each, OPS[value] if each == "reduceOp" else value)
     return options
 
 

@@ -7,7 +7,6 @@ n = number of ranks in the group.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,7 +19,7 @@ from meshcomm.runtime.call import Post, Want, is_agreed, told
 from meshcomm.runtime.health import attendance
 from meshcomm.runtime.pending import Pending, begin_all, queued, settled, then
 from meshcomm.runtime.process import forks
-from meshcomm.runtime.recorder import Log, Named, recorded
+from meshcomm.runtime.recorder import Named, recorded
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.algorithms import LARGE, PacketLink
 from meshcomm.runtime.transports.compiled import TracedLink
@@ -31,20 +30,14 @@ from meshcomm.runtime.transports.device_post import (
     messages_for,
     tags_of,
 )  # fmt: skip
+from meshcomm.runtime.transports.direct import DirectLink
 from meshcomm.runtime.transports.gloo.carrier import Carrier
 from meshcomm.runtime.transports.gloo.post import Parcel, deliver, expect, open_all, route_of, taken
 from meshcomm.runtime.transports.gloo.requests import Requests, ask, keep, leave
-from meshcomm.runtime.transports.group_link import SUMMED, GroupLink, Message, both, options_for
-from meshcomm.runtime.transports.protocol import Empty
+from meshcomm.runtime.transports.group_link import Message, options_for
 from meshcomm.runtime.transports.underway import Messages, Walker
 
 T = TypeVar("T")
-
-_MOVED = frozenset({*SUMMED, torch.int8, torch.uint8})
-"""Dtypes that every backend moves."""
-_GATHERS, _EXCHANGES = map(both, ("AllgatherOptions", "AllToAllOptions"))
-_SUMS, _MEANS = (both("AllreduceOptions", reduceOp=op) for op in ("sum", "mean"))
-_SUMS_SCATTERED, _MEANS_SCATTERED = (both("ReduceScatterOptions", reduceOp=op) for op in ("sum", "mean"))
 
 FEW = 32
 """Up to so many ranks every one exchanges with every other one at once; more might flood a switch."""
@@ -55,7 +48,7 @@ _KEEP = 2**26
 _ROUND = 1024
 
 
-class ProcessLink(GroupLink):
+class ProcessLink(DirectLink):
     """A torch ProcessGroup, called by its own methods: they cost half of what ``torch.distributed``'s functions
     cost.
 
@@ -66,14 +59,6 @@ class ProcessLink(GroupLink):
 
     shares_memory = False
     """Whether the ranks read one another's memory, by way of ``mail``."""
-    sums_directly = True
-    """Whether a sum of what lies on a device is one call of its backend."""
-
-    def note_in(self, log: Log) -> None:
-        """As any; a sum that is waited for now is looked for here and not in the class."""
-        super().note_in(log)
-        if self.sums_directly:
-            self.sum_now, self.sums_clones = self._summed, _torch.hooks_nodes
 
     def traced(self) -> Any:
         """As functional operations; what goes to or from one rank is not traced."""
@@ -86,38 +71,14 @@ class ProcessLink(GroupLink):
     def _folds(self, x: Tensor, op: str) -> bool:
         return (self._on_gloo and x.is_cpu) or super()._folds(x, op)
 
-    def all_reduce(self, x: Tensor, op: str) -> Tensor:
-        """As in the base, with a short way for what is reduced as it is, and two steps for what is large."""
-        if op != "sum" or x.dtype not in SUMMED or (self._on_gloo and x.is_cpu):
-            return self._all_reduce(x, op)
-        later = told.later
-        if not (later or _torch.profiler_on()):
-            return self._summed(self, x)  # type: ignore[return-value]
-        y = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-        return self._direct(self, "all_reduce", "sum", x, -1, y, later, "allreduce", [y], _SUMS[later])
-
     def _all_reduce(self, x: Tensor, op: str) -> Tensor:
         if not (self._on_gloo and x.is_cpu):
             if told.later and self._folds(x, op):  # then all gather x, and only a sum begins with a copy
                 x = x.clone(memory_format=torch.contiguous_format)
-            return super().all_reduce(x, op)
+            return PacketLink.all_reduce(self, x, op)
         if self.size == 2:
             return self._with_the_other(x, op)
-        return self._in_two_steps(x, op) if x.nbytes * self.size > LARGE else super().all_reduce(x, op)
-
-    def all_reduce_own(self, x: Tensor, op: str) -> Tensor:
-        """In place, but for gloo's on the CPU, which are moved and reduced here. A sum of half precision may be too
-        large where the mean is not: the base knows.
-        """
-        if self._on_gloo and x.is_cpu:
-            return self.all_reduce(x, op)
-        native = op == "sum" or (op == "mean" and x.device.type in self.nccl)
-        wide = op == "mean" and not native and x.dtype in (torch.float32, torch.float64)
-        if not ((native or wide) and self._as_it_lies(x, SUMMED)):
-            return self._all_reduce_own(x, op)
-        options, later = _MEANS if native and op == "mean" else _SUMS, told.later
-        got = self._direct(self, "all_reduce", op, x, -1, x, later, "allreduce", [x], options[later])
-        return then(got, lambda total: total.div_(self.size)) if wide else got
+        return self._in_two_steps(x, op) if x.nbytes * self.size > LARGE else PacketLink.all_reduce(self, x, op)
 
     _all_reduce = recorded(_all_reduce, "all_reduce")
     _all_reduce_own = recorded(PacketLink.all_reduce_own, "all_reduce")
@@ -125,57 +86,6 @@ class ProcessLink(GroupLink):
     reduce_scatter = recorded(PacketLink.reduce_scatter)
     all_to_all = recorded(PacketLink.all_to_all)
     _broadcast_packed = recorded(PacketLink.broadcast, "broadcast")
-
-    # Where each rank's rows lie one behind the other, as the backend has it.
-
-    def gather_flat(self, x: Tensor, empty: Empty | None = None) -> Any:
-        """One call of the backend, if it takes ``x`` as it lies."""
-        if not (_torch.gather_method and self._as_it_lies(x, _MOVED)):
-            return super().gather_flat(x)
-        first, *others = x.shape
-        first *= self.size  # and numbers: a tuple takes half as long again
-        out, later = x.new_empty(first, *others) if empty is None else empty(x, first), told.later
-        return self._direct(self, "all_gather", "", x, -1, out, later, _torch.gather_method, out, x, _GATHERS[later])
-
-    def scatter_flat(self, x: Tensor, op: str) -> Any:
-        """The same. A sum of half precision may be too large where the mean is not: the base knows."""
-        native = op == "sum" or (op == "mean" and x.device.type in self.nccl)
-        wide = op == "mean" and not native and x.dtype in (torch.float32, torch.float64)
-        if not ((native or wide) and _torch.scatter_method and self._as_it_lies(x, SUMMED)):
-            return super().scatter_flat(x, op)
-        first, *others = x.shape
-        out, later, name = x.new_empty(first // self.size, *others), told.later, _torch.scatter_method
-        options = _MEANS_SCATTERED if native and op != "sum" else _SUMS_SCATTERED
-        got = self._direct(self, "reduce_scatter", op, x, -1, out, later, name, out, x, options[later])
-        return then(got, lambda total: total.div_(self.size)) if wide else got
-
-    def swap_flat(self, x: Tensor) -> Any:
-        """The same, without lengths. NCCL has another call for who gives them, so how ``x`` lies is no reason to."""
-        if x.dtype not in _MOVED or (self._on_gloo and x.is_cpu):
-            return super().swap_flat(x)
-        if x.is_neg() or not x.is_contiguous():
-            x = x.resolve_neg().contiguous()
-        out, later = torch.empty_like(x), told.later
-        return self._direct(
-            self, "all_to_all", "", x, -1, out, later, "alltoall_base", out, x, [], [], _EXCHANGES[later]
-        )
-
-    def broadcast(self, x: Tensor, src: int) -> Tensor:
-        """The same."""
-        if not x.is_contiguous() or x.dtype not in _MOVED or (self._on_gloo and x.is_cpu):
-            return self._broadcast_packed(x, src)
-        y = x.clone() if self.index == src else torch.empty_like(x)
-        later = told.later
-        return self._direct(self, "broadcast", "", x, src, y, later, "broadcast", [y], _from(src)[later])
-
-    def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
-        """An all_to_all in which at most one run is not empty; two messages on gloo."""
-        if source is None or destination is None or not (x.ndim and x.numel() and self._as_it_lies(x, _MOVED)):
-            return self._permute(x, source, destination)  # what is empty too: not all ranks may have both ends
-        send, recv, y = [0] * self.size, [0] * self.size, torch.empty_like(x)
-        send[destination] = recv[source] = x.shape[0]
-        later = told.later
-        return self._direct(self, "permute", "", x, -1, y, later, "alltoall_base", y, x, recv, send, _EXCHANGES[later])
 
     def _with_the_other(self, x: Tensor, op: str) -> Tensor:
         """Both send all they have, and reduce it."""
@@ -302,7 +212,7 @@ class ProcessLink(GroupLink):
 
     def _permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
         if not (self._on_gloo and x.is_cpu):
-            return super().permute(x, source, destination)
+            return PacketLink.permute(self, x, source, destination)
         tag = self._tag()
         posts = [] if destination is None or destination == self.index else [(x, destination, tag)]
         wants = [] if source is None or source == self.index else [(source, tuple(x.shape), x.dtype, tag, x.device)]
@@ -475,8 +385,3 @@ def _on_cpu(posts: Sequence[Post], wants: Sequence[Want]) -> bool:
         if want[4].type != "cpu":
             return False
     return True
-
-
-@cache
-def _from(src: int) -> tuple[Any, Any]:
-    return both("BroadcastOptions", rootRank=src)
