@@ -7,20 +7,50 @@ n = number of ranks in the group.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from meshcomm._torch import gather_method, hooks_nodes, profiler_on, scatter_method
+from meshcomm._torch import gather_method, profiler_on, scatter_method
 from meshcomm.runtime.call import told
 from meshcomm.runtime.pending import then
-from meshcomm.runtime.recorder import Log
 from meshcomm.runtime.transports import dtypes
+from meshcomm.runtime.transports.algorithms import PacketLink
 from meshcomm.runtime.transports.dtypes import HALF
-from meshcomm.runtime.transports.group_link import OPS, SUMMED, GroupLink, both
 from meshcomm.runtime.transports.protocol import Empty
+
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
+}
+SUMMED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32})
+"""Dtypes whose sum every backend knows."""
+
+
+@cache
+def options_for(name: str, later: bool, **given: Any) -> Any:
+    """torch's options of this name; nobody changes them. ``later``: whether the backend gives a work to wait for."""
+    options = getattr(dist.distributed_c10d, name)()
+    options.asyncOp = later
+    for each, value in given.items():
+        setattr(options, each, OPS[value] if each == "reduceOp" else value)
+    return options
+
+
+def both(name: str, **given: Any) -> tuple[Any, Any]:
+    """torch's options of this name: those for now, and those for later."""
+    return options_for(name, False, **given), options_for(name, True, **given)
+
 
 _MOVED = frozenset({*SUMMED, torch.int8, torch.uint8})
 """Dtypes that every backend moves; others are moved as bytes."""
@@ -30,17 +60,17 @@ _REDUCES = {op: both("AllreduceOptions", reduceOp=op) for op in OPS}
 _SCATTERS = {op: both("ReduceScatterOptions", reduceOp=op) for op in OPS}
 
 
-class DirectLink(GroupLink):
+class DirectLink(PacketLink):
     """The short ways of a group of processes."""
 
-    sums_directly = True
-    """Whether a sum of what lies on a device is one call of its backend."""
+    _on_gloo: bool
+    _direct: Callable[..., Tensor]
+    """One call of the backend, see :mod:`meshcomm.runtime.transports.group_link`."""
+    _summed: Callable[..., Tensor | None]
 
-    def note_in(self, log: Log) -> None:
-        """As any; a sum that is waited for now is looked for here and not in the class."""
-        super().note_in(log)
-        if self.sums_directly:
-            self.sum_now, self.sums_clones = self._summed, hooks_nodes
+    def _as_it_lies(self, x: Tensor) -> bool:
+        """Whether the backend sees in the memory of ``x`` what it is, and does with it what is called."""
+        return x.is_contiguous() and not (x.is_neg() or x.is_conj() or (self._on_gloo and x.is_cpu))
 
     def _all_reduce(self, x: Tensor, op: str) -> Tensor:
         raise NotImplementedError
@@ -100,11 +130,7 @@ class DirectLink(GroupLink):
 
     def scatter_flat(self, x: Tensor, op: str) -> Any:
         """One call of the backend, if it takes ``x`` as it lies. A mean of half precision is one in float32."""
-        asked, later, name = (
-            "sum" if op == "mean" and x.device.type not in self.nccl else op,
-            told.later,
-            scatter_method,
-        )
+        asked = "sum" if op == "mean" and x.device.type not in self.nccl else op
         shown, wide, later = _shown(asked, x.dtype), asked != op and x.dtype in HALF, told.later
         if (
             shown is None

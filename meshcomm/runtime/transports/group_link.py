@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshcomm import _torch
-from meshcomm._torch import dispatch_modes, hooked, profiler_on
+from meshcomm._torch import dispatch_modes, hooked, hooks_nodes, profiler_on
 from meshcomm.errors import FIRST_CAUSE, CommError, fail, text
 from meshcomm.runtime.call import told
 from meshcomm.runtime.health import hosts, peers
@@ -28,26 +28,14 @@ from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.pending import begin_all, queued, then_all
 from meshcomm.runtime.process import accelerator, forks
 from meshcomm.runtime.recorder import BEGAN, ENDED, WHAT, Log, Record, failed, under_way
-from meshcomm.runtime.transports.algorithms import PacketLink
 from meshcomm.runtime.transports.device_post import KNOW_NO_TAGS, Outbox
+from meshcomm.runtime.transports.direct import SUMMED, DirectLink, options_for
 from meshcomm.runtime.transports.gloo.post import CALLS
 from meshcomm.runtime.transports.turns import Channel, Turn
 from meshcomm.runtime.transports.underway import Messages, Started, StartedOnDevice, Walker, started
 
 T = TypeVar("T")
 
-OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.AVG,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-    "band": dist.ReduceOp.BAND,
-    "bor": dist.ReduceOp.BOR,
-    "bxor": dist.ReduceOp.BXOR,
-}
-SUMMED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32})
-"""Dtypes whose sum every backend knows."""
 _TIMED_OUT = "imed out"
 """What gloo says when a time is up."""
 _CHANNELS, _MOST_CALLS = 2**15, 2**14
@@ -68,9 +56,11 @@ class Made:
         return self if link is None else link.made(self._name)
 
 
-class GroupLink(PacketLink):
+class GroupLink(DirectLink):
     """A group of processes, of which one rank calls the backend."""
 
+    sums_directly = True
+    """Whether a sum of what lies on a device is one call of its backend."""
     base: dist.ProcessGroup = cast(Any, Made())
     group: dist.ProcessGroup = cast(Any, Made())
     turn: Turn = cast(Any, Made())
@@ -111,9 +101,11 @@ class GroupLink(PacketLink):
         return f"{self.log.meeting}: {self.name}"
 
     def note_in(self, log: Log) -> None:
-        """Where calls are noted."""
+        """Where calls are noted. A sum that is waited for now is looked for here and not in the class."""
         self.log, self._note = log, log.begin
         self._direct, self._summed = _direct_in(log, self._near), _summed_in(log, self._near)
+        if self.sums_directly:
+            self.sum_now, self.sums_clones = self._summed, hooks_nodes
 
     def made(self, name: str) -> Any:
         """What is made when it is first used, and has been taken away since where the groups have ended."""
@@ -173,10 +165,6 @@ class GroupLink(PacketLink):
         """Of the next messages: one that is waited for later shall not meet one of another call."""
         self._calls = (self._calls + 1) % _MOST_CALLS
         return CALLS + self.channel.number % _CHANNELS * _MOST_CALLS + self._calls
-
-    def _as_it_lies(self, x: Tensor) -> bool:
-        """Whether the backend sees in the memory of ``x`` what it is, and does with it what is called."""
-        return x.is_contiguous() and not (x.is_neg() or x.is_conj() or (self._on_gloo and x.is_cpu))
 
     def _start(self, what: str, start: Callable[[], T]) -> T:
         if queued:
@@ -382,18 +370,3 @@ class Ended:
 def _brief(said: str) -> str:
     """What gloo says, without where in its sources and what to think of it."""
     return re.sub(r"^\[\S+\] |\. This is typically .*", "", said)
-
-
-@cache
-def options_for(name: str, later: bool, **given: Any) -> Any:
-    """torch's options of this name; nobody changes them. ``later``: whether the backend gives a work to wait for."""
-    options = getattr(dist.distributed_c10d, name)()
-    options.asyncOp = later
-    for each, value in given.items():
-        setattr(options, each, OPS[value] if each == "reduceOp" else value)
-    return options
-
-
-def both(name: str, **given: Any) -> tuple[Any, Any]:
-    """torch's options of this name: those for now, and those for later."""
-    return options_for(name, False, **given), options_for(name, True, **given)

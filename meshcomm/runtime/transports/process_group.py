@@ -1,5 +1,5 @@
-"""Links between processes: which calls of a process group of torch's make a collective or move messages. How they are
-begun and waited for is in :mod:`meshcomm.runtime.transports.group_link`.
+"""Links between processes: what takes more than one call of a process group of torch's, and messages. What is one call of it is in
+:mod:`meshcomm.runtime.transports.direct`; how they are begun and waited for in :mod:`meshcomm.runtime.transports.group_link`.
 
 n = number of ranks in the group.
 """
@@ -30,11 +30,11 @@ from meshcomm.runtime.transports.device_post import (
     messages_for,
     tags_of,
 )  # fmt: skip
-from meshcomm.runtime.transports.direct import DirectLink
+from meshcomm.runtime.transports.direct import options_for
 from meshcomm.runtime.transports.gloo.carrier import Carrier
 from meshcomm.runtime.transports.gloo.post import Parcel, deliver, expect, open_all, route_of, taken
 from meshcomm.runtime.transports.gloo.requests import Requests, ask, keep, leave
-from meshcomm.runtime.transports.group_link import Message, options_for
+from meshcomm.runtime.transports.group_link import GroupLink, Message
 from meshcomm.runtime.transports.underway import Messages, Walker
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ _KEEP = 2**26
 _ROUND = 1024
 
 
-class ProcessLink(DirectLink):
+class ProcessLink(GroupLink):
     """A torch ProcessGroup, called by its own methods: they cost half of what ``torch.distributed``'s functions
     cost.
 
