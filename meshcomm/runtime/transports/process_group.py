@@ -1,5 +1,6 @@
-"""Links between processes: what takes more than one call of a process group of torch's, and messages. What is one call of it is in
-:mod:`meshcomm.runtime.transports.direct`; how they are begun and waited for in :mod:`meshcomm.runtime.transports.group_link`.
+"""Links between processes: what takes more than one call of a process group of torch's, and messages. What is one call
+of it is in :mod:`meshcomm.runtime.transports.direct`; how calls are begun and waited for in
+:mod:`meshcomm.runtime.transports.group_link`.
 
 n = number of ranks in the group.
 """
