@@ -217,19 +217,30 @@ def both_ways(folder: str) -> list[str]:
     wanted |= {"broadcast": "broadcast", "shift": "alltoall_base", "permute": "alltoall_base"}
     wanted |= {"all_to_all 0": "alltoall_base"}
     last = {name.replace("0", "-1"): method for name, method in wanted.items() if name.endswith("0")}
+    nan, large = float("nan"), torch.full((2**15,), float(rank))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):  # what is large goes another way
+        x = torch.tensor([rank, nan if rank == 2 else 0.0, -torch.inf if rank else 1.0], dtype=dtype)
+        for y in (x, x.view(3, 1).T, torch.cat([x, large.to(dtype)])):
+            top, least = mc.all_reduce(y, "a", "max", mesh=mesh), mc.all_reduce(y, "a", "min", mesh=mesh)
+            for got, first in ((top, [3.0, nan, 1.0]), (least, [0.0, nan, -torch.inf])):
+                assert got.shape == y.shape
+                assert_close(got.reshape(-1)[:3], torch.tensor(first, dtype=dtype), rtol=0, atol=0, equal_nan=True)
+    assert mc.all_reduce(torch.tensor(0.5 + rank), "a", "max", mesh=mesh).item() == 3.5
     moved = ("bool", "int16", "complex64", "one wide")  # as bytes
     kinds_of = dict.fromkeys(wanted, ("float32", "bfloat16", "int64", "2-d", "3-d", "uint8"))
     kinds_of |= dict.fromkeys(last, ("one row",))
     kinds_of |= {name: (*kinds_of[name], *moved) for name in wanted if "reduce" not in name}
     ops = {"all_reduce, max": "allreduce", "reduce_scatter, max": "_reduce_scatter_base"}
     kinds_of |= dict.fromkeys(ops, ("int64", "uint8", "bool"))
+    few = {"all_reduce, max ": "_allgather_base"}
+    kinds_of |= dict.fromkeys(few, ("float32", "2-d", "bfloat16"))
     means = {"all_reduce, mean": "allreduce", "reduce_scatter, mean": "_reduce_scatter_base"}
     kinds_of |= dict.fromkeys(means, ("float32", "2-d", "bfloat16", "complex64"))
-    for name, method in (wanted | last | ops | means).items():
+    for name, method in (wanted | last | ops | few | means).items():
         for kind in kinds_of[name]:
             calls.clear()
             seen = log.begun
-            collectives(mesh)[name](inputs(rank)[kind])
+            collectives(mesh)[name.strip()](inputs(rank)[kind])
             if calls != [method] or log.begun != seen + 1 or state_of(log.last) != "completed":
                 missed.append(f"{name} {kind}: {calls}")
     mc.shutdown()

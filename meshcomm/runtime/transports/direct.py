@@ -8,7 +8,7 @@ n = number of ranks in the group.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from meshcomm.runtime.call import told
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.algorithms import PacketLink
-from meshcomm.runtime.transports.dtypes import HALF
+from meshcomm.runtime.transports.dtypes import FLOATS, HALF
 from meshcomm.runtime.transports.protocol import Empty
 
 OPS = {
@@ -52,6 +52,9 @@ def both(name: str, **given: Any) -> tuple[Any, Any]:
     return options_for(name, False, **given), options_for(name, True, **given)
 
 
+_EXTREMES = {"max": partial(torch.amax, dim=0), "min": partial(torch.amin, dim=0)}
+_FEW = 2**16
+"""Bytes that a rank may receive in place of as many small steps as it takes to have a backend find an extreme."""
 _MOVED = frozenset({*SUMMED, torch.int8, torch.uint8})
 """Dtypes that every backend moves; others are moved as bytes."""
 _GATHERS, _EXCHANGES = map(both, ("AllgatherOptions", "AllToAllOptions"))
@@ -90,7 +93,8 @@ class DirectLink(PacketLink):
         """As in the base, with a short way for what is reduced as it is."""
         plain = op == "sum" and x.dtype in SUMMED
         if (self._on_gloo and x.is_cpu) or not (plain or self._takes(x, op)):
-            return self._all_reduce(x, op)
+            few = op in _EXTREMES and x.dtype in FLOATS and x.nbytes * self.size <= _FEW
+            return self._extreme(x, op) if few and gather_method and self._as_it_lies(x) else self._all_reduce(x, op)
         later = told.later
         if plain and not (later or profiler_on()):
             return self._summed(self, x)  # type: ignore[return-value]
@@ -122,6 +126,15 @@ class DirectLink(PacketLink):
         given = [y if (shown := _shown(asked, y.dtype)) is _as_it_is else shown(y)]
         got = self._direct(self, "all_reduce", op, x, -1, y, later, "allreduce", given, _REDUCES[asked][later])
         return got if asked == op else self._divided(got, x.dtype)
+
+    def _extreme(self, x: Tensor, op: str) -> Tensor:
+        """All gather what they have: no backend gives NaN where one of them is, so that it would have to be shown other
+        numbers, in many small steps.
+        """
+        every, later, shape = x.new_empty(self.size * x.numel()), told.later, (self.size, *x.shape)
+        given, name = (every, x.view(-1), _GATHERS[later]), gather_method
+        got = self._direct(self, "all_reduce", op, x, -1, every, later, name, *given)
+        return then(got, lambda every: _EXTREMES[op](every.view(shape)))
 
     def _divided(self, got: Tensor, dtype: torch.dtype) -> Tensor:
         if type(got) is Tensor:  # not everything is for later
