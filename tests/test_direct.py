@@ -225,6 +225,25 @@ def both_ways(folder: str) -> list[str]:
             for got, first in ((top, [3.0, nan, 1.0]), (least, [0.0, nan, -torch.inf])):
                 assert got.shape == y.shape
                 assert_close(got.reshape(-1)[:3], torch.tensor(first, dtype=dtype), rtol=0, atol=0, equal_nan=True)
+    for op in ("sum", "mean", "max", "min"):  # how a tensor lies on one rank is no reason to call something else there
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64)[: 4 if op in ("sum", "mean") else 3]:
+            if op == "mean" and dtype == torch.int64:
+                continue
+            x = torch.arange(16).view(4, 4).to(dtype) + rank
+            x = x.mT.contiguous().mT if rank == 1 else torch.cat([x, x], 1)[:, :4] if rank == 2 else x
+            for call in (mc.all_reduce, mc.reduce_scatter):
+                calls.clear()
+                got = call(x, "a", op=op, mesh=mesh)
+                want = torch.stack([torch.arange(16).view(4, 4).to(dtype) + i for i in range(RANKS)])
+                want = (
+                    want.sum(0) / (RANKS if op == "mean" else 1)
+                    if op in ("sum", "mean")
+                    else getattr(want, f"a{op}")(0)
+                )
+                want = want if call is mc.all_reduce else want[rank : rank + 1]
+                assert_close(got, want.to(dtype), rtol=0, atol=0)
+                made = list(calls)
+                assert mc.all_gather_object(made, "a", mesh=mesh) == [made] * RANKS
     assert mc.all_reduce(torch.tensor(0.5 + rank), "a", "max", mesh=mesh).item() == 3.5
     moved = ("bool", "int16", "complex64", "one wide")  # as bytes
     kinds_of = dict.fromkeys(wanted, ("float32", "bfloat16", "int64", "2-d", "3-d", "uint8"))

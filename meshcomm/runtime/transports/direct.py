@@ -93,8 +93,8 @@ class DirectLink(PacketLink):
         """As in the base, with a short way for what is reduced as it is."""
         plain = op == "sum" and x.dtype in SUMMED
         if (self._on_gloo and x.is_cpu) or not (plain or self._takes(x, op)):
-            few = op in _EXTREMES and x.dtype in FLOATS and x.nbytes * self.size <= _FEW
-            return self._extreme(x, op) if few and gather_method and self._as_it_lies(x) else self._all_reduce(x, op)
+            few = op in _EXTREMES and x.dtype in FLOATS and x.nbytes * self.size <= _FEW and gather_method
+            return self._extreme(dtypes.plain(x), op) if few else self._all_reduce(x, op)
         later = told.later
         if plain and not (later or profiler_on()):
             return self._summed(self, x)  # type: ignore[return-value]
