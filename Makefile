@@ -40,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo 'make demo        train a small GPT on a 2x2 mesh inside one process'
 	@echo 'make test        tests, doctests and the code of the README, as far as they start no programs of their own'
-	@echo 'make test-all    these and all others: launchers, ranks that die, compilers, all cases, half a minute of soak'
+	@echo 'make test-all    these and all others: launchers, ranks that die, compilers, all cases, a little soak'
 	@echo 'make test-models real architectures by every adaptor against one rank, as a table (the extra `models`); test-all has a sample'
 	@echo 'make test-newest the tests of one process, and of what is compiled, on the newest torch ($(NEWEST))'
 	@echo 'make test-gpu    what is to be known from a machine with GPUs, in one file (docs/gpu.md); PYTHON=... runs that interpreter as it is'

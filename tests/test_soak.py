@@ -1,4 +1,4 @@
-"""The soak: half a minute of it, or MESHCOMM_SOAK_SECONDS; and it finds what leaks."""
+"""The soak: a quarter of a minute of it, or MESHCOMM_SOAK_SECONDS; and it finds what leaks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import soak
 from soak_rounds import LEAKS
 
-SECONDS = float(os.environ.get("MESHCOMM_SOAK_SECONDS", "30"))
+SECONDS = float(os.environ.get("MESHCOMM_SOAK_SECONDS", "15"))
 SCRIPT = Path(soak.__file__)
 
 
