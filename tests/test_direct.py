@@ -244,6 +244,12 @@ def both_ways(folder: str) -> list[str]:
                 assert_close(got, want.to(dtype), rtol=0, atol=0)
                 made = list(calls)
                 assert mc.all_gather_object(made, "a", mesh=mesh) == [made] * RANKS
+    for op in ("sum", "mean", "max"):
+        for x in (torch.ones(3) + rank, torch.ones(3).bfloat16() + rank, torch.ones(3, 2).mT + rank):
+            y = mc.all_reduce(x, "a", op, mesh=mesh)
+            later = mc.all_reduce(x, "a", op, mesh=mesh, async_op=True)
+            x.fill_(9)
+            assert torch.equal(later.wait(), y)
     assert mc.all_reduce(torch.tensor(0.5 + rank), "a", "max", mesh=mesh).item() == 3.5
     moved = ("bool", "int16", "complex64", "one wide")  # as bytes
     kinds_of = dict.fromkeys(wanted, ("float32", "bfloat16", "int64", "2-d", "3-d", "uint8"))

@@ -94,7 +94,7 @@ class DirectLink(PacketLink):
         plain = op == "sum" and x.dtype in SUMMED
         if (self._on_gloo and x.is_cpu) or not (plain or self._takes(x, op)):
             few = op in _EXTREMES and x.dtype in FLOATS and x.nbytes * self.size <= _FEW and gather_method
-            return self._extreme(dtypes.plain(x), op) if few else self._all_reduce(x, op)
+            return self._extreme(x, op) if few else self._all_reduce(x, op)
         later = told.later
         if plain and not (later or profiler_on()):
             return self._summed(self, x)  # type: ignore[return-value]
@@ -131,7 +131,9 @@ class DirectLink(PacketLink):
         """All gather what they have: no backend gives NaN where one of them is, so that it would have to be shown other
         numbers, in many small steps.
         """
-        every, later, shape = x.new_empty(self.size * x.numel()), told.later, (self.size, *x.shape)
+        later = told.later  # the caller's may change until then
+        x = x.clone(memory_format=torch.contiguous_format) if later else dtypes.plain(x)
+        every, shape = x.new_empty(self.size * x.numel()), (self.size, *x.shape)
         given, name = (every, x.view(-1), _GATHERS[later]), gather_method
         got = self._direct(self, "all_reduce", op, x, -1, every, later, name, *given)
         return then(got, lambda every: _EXTREMES[op](every.view(shape)))
