@@ -569,9 +569,9 @@ def test_one_copy_of_what_is_reduced_later(monkeypatch: pytest.MonkeyPatch) -> N
     assert not link.copies("all_gather", x)
     assert not link.copies("all_reduce", torch.ones(2))
     large = torch.ones(2**16, device="meta")  # whose max has other clothes, which are new
-    for op, x, count in (("sum", x, 1), ("max", x, 1), ("max", large, 0), ("mean", x, 1)):
+    for op, given, count in (("sum", x, 1), ("max", x, 1), ("max", large, 0), ("mean", x, 1)):
         with for_later(), Clones() as clones:
-            link.all_reduce(x, op)
+            link.all_reduce(given, op)
         assert (op, clones.count) == (op, count)
     bits = torch.ones(2, device="meta", dtype=torch.int32)
     with for_later(), Clones() as clones:
