@@ -15,6 +15,7 @@ a machine that is slow for a while is slow for all of them. One thread; no garba
     all_reduce    by everyone who offers it
     collectives   ours beside what who uses torch.distributed writes ("direct") and its C++ call ("floor"), on several
                   shapes, dims and dtypes
+    kinds         the same of other ops and dtypes (``benchmarks.kinds``)
     later         ``async_op=True`` and its wait, beside the same of torch.distributed
     trees         100 leaves beside torch's flatten, dist.all_reduce, unflatten of a list of them
 
@@ -54,7 +55,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import meshcomm as mc
-from benchmarks import peers
+from benchmarks import kinds, peers
 from benchmarks.common import (
     MODES,
     RANKS,
@@ -74,7 +75,7 @@ from benchmarks.common import (
     worst,
 )
 
-SECTIONS = ("alone", "all_reduce", "collectives", "later", "trees")
+SECTIONS = ("alone", "all_reduce", "collectives", "kinds", "later", "trees")
 BASE = "clone + dist.all_reduce"
 OURS = "meshcomm, mesh="
 FLOOR = "clone + ProcessGroup (floor)"
@@ -620,8 +621,8 @@ def measure(options: Namespace) -> dict[str, Any]:
     dist.init_process_group("fake", rank=0, world_size=RANKS)
     mesh = mc.make_mesh({"tp": RANKS})
     measures = {
-        "all_reduce": measure_all_reduce, "collectives": measure_collectives, "later": measure_later,
-        "trees": measure_trees,
+        "all_reduce": measure_all_reduce, "collectives": measure_collectives, "kinds": kinds.measure,
+        "later": measure_later, "trees": measure_trees,
     }  # fmt: skip
     with mc.use_mesh(mesh), quiet():
         for what, section in measures.items():

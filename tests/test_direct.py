@@ -220,6 +220,8 @@ def both_ways(folder: str) -> list[str]:
     nan, large = float("nan"), torch.full((2**15,), float(rank))
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):  # what is large goes another way
         x = torch.tensor([rank, nan if rank == 2 else 0.0, -torch.inf if rank else 1.0], dtype=dtype)
+        rows = mc.reduce_scatter(x.expand(RANKS, 3), "a", op="max", mesh=mesh)
+        assert_close(rows, torch.tensor([[3.0, nan, 1.0]], dtype=dtype), rtol=0, atol=0, equal_nan=True)
         for y in (x, x.view(3, 1).T, torch.cat([x, large.to(dtype)])):
             top, least = mc.all_reduce(y, "a", "max", mesh=mesh), mc.all_reduce(y, "a", "min", mesh=mesh)
             for got, first in ((top, [3.0, nan, 1.0]), (least, [0.0, nan, -torch.inf])):
@@ -257,7 +259,7 @@ def both_ways(folder: str) -> list[str]:
     kinds_of |= {name: (*kinds_of[name], *moved) for name in wanted if "reduce" not in name}
     ops = {"all_reduce, max": "allreduce", "reduce_scatter, max": "_reduce_scatter_base"}
     kinds_of |= dict.fromkeys(ops, ("int64", "uint8", "bool"))
-    few = {"all_reduce, max ": "_allgather_base"}
+    few = {"all_reduce, max ": "_allgather_base", "reduce_scatter, max ": "alltoall_base"}
     kinds_of |= dict.fromkeys(few, ("float32", "2-d", "bfloat16"))
     means = {"all_reduce, mean": "allreduce", "reduce_scatter, mean": "_reduce_scatter_base"}
     kinds_of |= dict.fromkeys(means, ("float32", "2-d", "bfloat16", "complex64"))

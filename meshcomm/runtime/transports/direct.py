@@ -153,7 +153,9 @@ class DirectLink(PacketLink):
             or (op != "sum" and self._folds(x, op))
             or (wide and later)  # who waits keeps what it knows, which is ``x``
         ):
-            return super().scatter_flat(x, op)
+            return (
+                self._scattered_extreme(x, op) if op in _EXTREMES and x.dtype in FLOATS else super().scatter_flat(x, op)
+            )
         read = x.float() if wide else x
         first, *others = x.shape
         y = read.new_empty(first // self.size, *others)
@@ -161,6 +163,16 @@ class DirectLink(PacketLink):
         options, name = _SCATTERS[asked][later], scatter_method
         got = self._direct(self, "reduce_scatter", op, x, -1, y, later, name, into, given, options)
         return got if asked == op else self._divided(got, x.dtype)
+
+    def _scattered_extreme(self, x: Tensor, op: str) -> Any:
+        """As many bytes by an exchange, for the same reason."""
+        given, later = dtypes.plain(x), told.later
+        if not self._as_it_lies(given):
+            return super().scatter_flat(x, op)
+        every, shape = torch.empty_like(given), (self.size, x.shape[0] // self.size, *x.shape[1:])
+        sent: tuple[Any, ...] = every, given, [], [], _EXCHANGES[later]
+        got = self._direct(self, "reduce_scatter", op, given, -1, every, later, "alltoall_base", *sent)
+        return then(got, lambda every: _EXTREMES[op](every.view(shape)))
 
     # --------------------------------------------------------------------------------------------------- what is moved
 
