@@ -5,6 +5,7 @@ them to it, as it does to NCCL. Values, gradients, storage and records are as wh
 from __future__ import annotations
 
 import contextlib
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -227,6 +228,14 @@ def both_ways(folder: str) -> list[str]:
             for got, first in ((top, [3.0, nan, 1.0]), (least, [0.0, nan, -torch.inf])):
                 assert got.shape == y.shape
                 assert_close(got.reshape(-1)[:3], torch.tensor(first, dtype=dtype), rtol=0, atol=0, equal_nan=True)
+    for values in ([0.0, -0.0, -0.0, -0.0], [-0.0, -0.0, -0.0, 0.0], [-0.0] * 4, [0.0] * 4, [-0.0, -1.0, -2.0, 0.0]):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            for op, sign in (("max", all), ("min", any)):  # whichever way it goes
+                negative = sign(math.copysign(1, value) < 0 for value in values)
+                few, many = (torch.full((length,), values[rank], dtype=dtype) for length in (4, 2**15))
+                for call in (mc.all_reduce, mc.reduce_scatter):
+                    for x in (few, many):
+                        assert bool(call(x, "a", op=op, mesh=mesh)[0].signbit()) == negative, (values, dtype, op)
     for op in ("sum", "mean", "max", "min"):  # how a tensor lies on one rank is no reason to call something else there
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64)[: 4 if op in ("sum", "mean") else 3]:
             if op == "mean" and dtype == torch.int64:

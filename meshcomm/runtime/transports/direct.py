@@ -53,6 +53,7 @@ def both(name: str, **given: Any) -> tuple[Any, Any]:
 
 
 _EXTREMES = {"max": partial(torch.amax, dim=0), "min": partial(torch.amin, dim=0)}
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FEW = 2**16
 """Bytes that a rank may receive in place of as many small steps as it takes to have a backend find an extreme."""
 _MOVED = frozenset({*SUMMED, torch.int8, torch.uint8})
@@ -136,7 +137,7 @@ class DirectLink(PacketLink):
         every, shape = x.new_empty(self.size * x.numel()), (self.size, *x.shape)
         given, name = (every, x.view(-1), _GATHERS[later]), gather_method
         got = self._direct(self, "all_reduce", op, x, -1, every, later, name, *given)
-        return then(got, lambda every: _EXTREMES[op](every.view(shape)))
+        return then(got, lambda every: _extreme_of(every.view(shape), op))
 
     def _divided(self, got: Tensor, dtype: torch.dtype) -> Tensor:
         if type(got) is Tensor:  # not everything is for later
@@ -172,7 +173,7 @@ class DirectLink(PacketLink):
         every, shape = torch.empty_like(given), (self.size, x.shape[0] // self.size, *x.shape[1:])
         sent: tuple[Any, ...] = every, given, [], [], _EXCHANGES[later]
         got = self._direct(self, "reduce_scatter", op, given, -1, every, later, "alltoall_base", *sent)
-        return then(got, lambda every: _EXTREMES[op](every.view(shape)))
+        return then(got, lambda every: _extreme_of(every.view(shape), op))
 
     # --------------------------------------------------------------------------------------------------- what is moved
 
@@ -222,6 +223,14 @@ class DirectLink(PacketLink):
         send[destination] = recv[source] = given.shape[0]
         later, name, options = told.later, "alltoall_base", _EXCHANGES[told.later]
         return self._direct(self, "permute", "", x, -1, y, later, name, into, given, recv, send, options)
+
+
+def _extreme_of(rows: Tensor, op: str) -> Tensor:
+    """NaN where there is one; and zero has the sign that it would have if there were numbers between -0 and 0, in
+    whichever order the rows are.
+    """
+    extreme = _EXTREMES[op]
+    return extreme(rows).copysign_(extreme(rows.view(_BITS[rows.itemsize])))
 
 
 def _as_it_is(x: Tensor) -> Tensor:
