@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
 from meshcomm.runtime.process import lending
-from meshcomm.runtime.transports.shared import at_once, in_parts
+from meshcomm.runtime.transports.shared import at_once, in_parts, waiting
 from meshcomm.runtime.transports.shared.in_parts import Parts
 
 ROWS = 2048
@@ -195,8 +195,7 @@ def interrupted(name: str, where: str) -> None:
     who = 1 - giver if where == "read" else giver
     line, is_over = 0, False
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(at_once, "AWAKE", 60.0)  # on a busy machine too it is this way that is interrupted
-        patch.setattr(in_parts, "AWAKE", 60.0)
+        patch.setattr(waiting, "AWAKE", 60.0)  # on a busy machine too it is this way that is interrupted
         while not is_over:
             line += 1
             if me == who:
@@ -266,7 +265,7 @@ def in_a_mode() -> None:
             for _ in range(4):
                 mc.reduce(x, "a", root, mesh=mesh)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(in_parts, "AWAKE", 60.0)
+            patch.setattr(waiting, "AWAKE", 60.0)
             patch.setattr(in_parts, "copy", lambda *given: (time.sleep(0.001), lending.copy(*given)))
             for _ in range(4):
                 assert alike(mc.reduce(x, "a", root, mesh=mesh), expected)

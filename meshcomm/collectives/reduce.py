@@ -256,7 +256,7 @@ def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float
     """
     if here.watcher is not None:
         return aside(pvary, x, axis, mesh, bucket_mb, async_op)
-    ax = check.axis_of("pvary", axis, mesh)
+    ax = mesh.axis(axis, "pvary") if type(mesh) is Mesh else check.axis_of("pvary", axis, mesh)
     if isinstance(x, Tensor):
         check.tensor("pvary", x, ax)
         return started(_PVARY, x, ax, (), True) if async_op else _vary(x, ax)

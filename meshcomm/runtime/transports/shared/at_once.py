@@ -8,7 +8,6 @@ goes on as a ``Call`` of that file, which knows of all that.
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from meshcomm.runtime.transports.shared.entry import NOBODY, SMALL
 from meshcomm.runtime.transports.shared.in_parts import follow, parts_of
 from meshcomm.runtime.transports.shared.lexicon import Meaning
 from meshcomm.runtime.transports.shared.mailbox import FAR, Mail
-from meshcomm.runtime.transports.shared.waiting import AWAKE
+from meshcomm.runtime.transports.shared.waiting import give_way
 from meshcomm.runtime.transports.shared.words import (
     DIGEST,
     ENTRY_CELLS,
@@ -260,7 +259,8 @@ class _Known:
         self, mail: Mail, number: int, x: Tensor, own: Any, lent: Segment | None, record: Record, address: int
     ) -> Tensor | None:
         """The result, and the call is over; None if it has to go on as a ``Call``."""
-        out, flags = None, list[Any]()
+        out: Any = None
+        flags: list[Any] = []
         if self.whole is not None:  # who has an address knows that nothing is in the way
             out = reserve.again(self.made, self.whole, x) if address else None
             out = reserve.empty(self.whole, x) if out is None else out
@@ -276,12 +276,8 @@ class _Known:
             for k, i, cells, first, places in self.sources:
                 at = first + slot
                 while cells[at] != number:
-                    now = monotonic()
-                    if not end:
-                        end = now + AWAKE
-                    elif now > end:
+                    if (end := give_way(end)) < 0:
                         return None
-                    os.sched_yield()
                 if cells[at + DIGEST] != digest or cells[at + ROOT] != rooted:
                     return None
                 place = cells[at + SERIAL], cells[at + OFFSET]
