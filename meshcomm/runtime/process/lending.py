@@ -92,11 +92,7 @@ class Segment:
         self.flags = memory.view[offset : offset + size]
         self.cells = self.flags.cast("q")
         self.head = self.flags[:READERS]
-        if _torch.plain_now() and not torch.is_inference_mode_enabled():  # to leave nothing takes longer than the rest
-            self.bytes = _bytes_of(memory, offset + PAGE, size - PAGE)
-        else:
-            with _torch.outside_transforms():  # it outlives whatever the first user is in the middle of
-                self.bytes = _bytes_of(memory, offset + PAGE, size - PAGE)
+        self.bytes = _torch.lasting(_bytes_of, memory, offset + PAGE, size - PAGE)
         self.address = self.bytes.data_ptr()
         self._part: tuple[int, torch.dtype, Tensor] | None = None
         self._mapped = memory.mapped
@@ -189,6 +185,11 @@ def address_of(x: Tensor) -> int:
     except RuntimeError:  # it has escaped from a transform
         return 0
     return 0 if address < LOW and is_nowhere(x, address) else address
+
+
+def memory_at(address: int, nbytes: int) -> Tensor:
+    """As a tensor, of whatever lies there when it is used: it owns nothing."""
+    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
 
 
 def is_nowhere(x: Tensor, address: int) -> bool:

@@ -97,12 +97,20 @@ class Reserve:
         if nbytes > self._room or not self._lock.acquire(blocking=False):
             return None
         try:
-            mine, now = self._kept, self._now()
-            if mine and (last := mine[-1]).nbytes == nbytes and now - mine[0].given <= _LONG and last.is_free():
-                last.given = now  # as it mostly is, and nothing is to be forgotten
-                return last.tensor(shape, like)
-            kept = self._take(nbytes, 1)
-            return None if kept is None else kept[0].tensor(shape, like)
+            now, mine = self._now(), self._kept
+            for kept in reversed(mine):  # as `_take` does it, with the steps that one takes mostly
+                if kept.nbytes == nbytes and kept.is_free():
+                    break
+            else:
+                found = self._take(nbytes, 1)
+                return None if found is None else found[0].tensor(shape, like)
+            kept.given = now
+            if kept is not mine[-1]:
+                mine.remove(kept)
+                mine.append(kept)
+            if now - mine[0].given > _LONG:
+                self._forget(now)
+            return kept.tensor(shape, like)
         finally:
             self._lock.release()
 
@@ -141,9 +149,14 @@ class Reserve:
             if kept is not mine[-1]:
                 mine.remove(kept)
                 mine.append(kept)
+        self._forget(now)
+        return found
+
+    def _forget(self, now: float) -> None:
+        """What is more than shall be, or was not asked for."""
+        mine = self._kept
         while mine and (self.held > self._room or len(mine) > _MOST or now - mine[0].given > _LONG):
             self.held -= mine.pop(0).nbytes
-        return found
 
     def trim(self, seconds: float = _LONG) -> None:
         """Forget what was not asked for in so long a time."""

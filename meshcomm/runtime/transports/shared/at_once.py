@@ -199,7 +199,7 @@ class _Known:
         says = array("q", (code, self.count, self.root, *where[:4], 0, *where[4:], digest, place, 0, 0, 0))
         found: tuple[Any, ...] = says, None, None
         if lent is not None:
-            found = says, *_lasting(self.views, lent)
+            found = says, *_torch.lasting(self.views, lent)
         if lent is None or lent.kept:
             _keep(self.entries, lent, found)
         return found
@@ -249,7 +249,7 @@ class _Known:
         table = segment.cells[TABLE : TABLE + len(self.table)]
         if self.table and table != self.table:  # of other lengths: as much need not lie there
             return None
-        x, in_parts = _lasting(self.read_of, segment)
+        x, in_parts = _torch.lasting(self.read_of, segment)
         found = x, segment.flags, table, in_parts
         if entry[KEPT]:
             _keep(places, (entry[SERIAL], entry[OFFSET]), found)
@@ -341,14 +341,6 @@ def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
     if len(known) >= _PLACES:
         known.clear()
     known[key] = value
-
-
-def _lasting(views: Callable[[Segment], tuple[Any, Any]], segment: Segment) -> tuple[Any, Any]:
-    """They outlive whatever the first user is in the middle of."""
-    if _torch.plain_now() and not torch.is_inference_mode_enabled():  # to leave nothing takes longer than the rest
-        return views(segment)
-    with _torch.outside_transforms():
-        return views(segment)
 
 
 def _reduction(op: str, dtype: torch.dtype, n: int) -> Callable[..., Tensor]:
