@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
 from meshcomm.runtime.process import lending
+from meshcomm.runtime.process.reuse import Kept
 from meshcomm.runtime.transports.shared import at_once, in_parts, waiting
 from meshcomm.runtime.transports.shared.in_parts import Parts
 
@@ -181,7 +182,9 @@ def interrupted_often(part: int) -> Iterator[list[int]]:
 
 PLACES: dict[str, tuple[CodeType, ...]] = {
     "written": (Parts.write.__code__,),
-    "read": (in_parts.follow.__code__, Parts.copy.__code__, Parts.reduce.__code__, Parts.copy_own.__code__),
+    "read": tuple(
+        each.__code__ for each in (in_parts.follow, Parts.copy, Parts.reduce, Parts.copy_own, Parts.cut, Kept.views)
+    ),
 }
 
 
@@ -244,6 +247,39 @@ def other_roots(name: str) -> None:
 @pytest.mark.parametrize("name", SOME)
 def test_ranks_that_name_another_root(pool4: Any, name: str) -> None:
     pool4.run(other_roots, name)
+
+
+def in_turns() -> None:
+    """Results of many forms in the same memory, held for a while or not, of inputs that come and go."""
+    mesh = pairs()
+    me = mesh.coordinate["a"]
+    inputs = [torch.cat([given(1 - me + 2 * step), given(me)]) for step in range(2)]
+    held: list[Tensor] = []
+    for step in range(40):
+        whole, dtype = inputs[step % 2], (torch.float32, torch.int32, torch.bfloat16)[step % 3]
+        x = whole[ROWS:] if step % 5 else whole[:ROWS] * step  # of memory that goes after the call
+        x = x.to(dtype).view((ROWS * 256,) if step % 4 else (ROWS, 256))
+        root, mode = step // 20, (torch.inference_mode, torch.no_grad)[step // 7 % 2]
+        expected = mc.reduce(x, "a", root, mesh=mesh, async_op=True).wait()
+        for _ in range(3):
+            with mode():
+                y = mc.reduce(x, "a", root, mesh=mesh)
+            assert alike(y, expected)
+            if y is not None:
+                assert y.is_inference() == (mode is torch.inference_mode)
+                assert (y.shape, y.dtype, y.requires_grad) == (x.shape, dtype, False)
+                assert all(torch.equal(other, same) for other, same in zip(held[::2], held[1::2], strict=True))
+                if step % 3 == 0:
+                    held = [*held[-4:], y, y.clone()]
+                else:
+                    with mode():
+                        y.zero_()
+    del held, y
+    is_at_rest(mesh)
+
+
+def test_results_of_many_forms_in_turns(pool4: Any) -> None:
+    pool4.run(in_turns)
 
 
 class _Spoiling(TorchDispatchMode):

@@ -187,11 +187,6 @@ def address_of(x: Tensor) -> int:
     return 0 if address < LOW and is_nowhere(x, address) else address
 
 
-def memory_at(address: int, nbytes: int) -> Tensor:
-    """As a tensor, of whatever lies there when it is used: it owns nothing."""
-    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
-
-
 def is_nowhere(x: Tensor, address: int) -> bool:
     """Whether this address of ``x``, which is low, is nothing and an offset: torch knows what stands there."""
     try:

@@ -260,13 +260,14 @@ class _Known:
     ) -> Tensor | None:
         """The result, and the call is over; None if it has to go on as a ``Call``."""
         out: Any = None
+        kept: Any = None
         flags: list[Any] = []
         if self.whole is not None:  # who has an address knows that nothing is in the way
-            out = reserve.again(self.made, self.whole, x) if address else None
-            out = reserve.empty(self.whole, x) if out is None else out
+            again = reserve.again(self.made, self.whole, x) if address else None
+            out, kept = again or (reserve.empty(self.whole, x), None)
         result: Any = out
         if address and self.parts.follows:
-            if not follow(self, mail, number, own, address, result, flags):
+            if not follow(self, mail, number, own, address, out, kept, flags):
                 return None
         else:
             parts: list[Any] = [None] * len(self.reads)

@@ -18,20 +18,18 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from meshcomm import _torch
 from meshcomm.runtime.process.boxes import ENTRIES, ENTRY
-from meshcomm.runtime.process.lending import PART, STATE, Segment, address_of, copy, memory_at
+from meshcomm.runtime.process.lending import PART, STATE, Segment, address_of, copy
+from meshcomm.runtime.process.reuse import Kept
 from meshcomm.runtime.transports.shared.mailbox import Mail
 from meshcomm.runtime.transports.shared.waiting import give_way
 from meshcomm.runtime.transports.shared.words import DIGEST, OFFSET, ROOT, SERIAL
 
 _TOLD = 2**17
 """Bytes that are written before they are told of."""
-_PLACES = 64
-"""Of how many places in this process's memory the parts are kept."""
 
 
 class _Other(NamedTuple):
@@ -51,7 +49,7 @@ class Parts:
     """How this rank's tensor of a call is written by its address, and what of the result can be made part by part."""
 
     __slots__ = (
-        "_cuts", "_ends", "_known", "_moves", "_size", "_start", "_writes", "address", "follows", "reduces", "tells",
+        "_cuts", "_ends", "_moves", "_size", "_start", "_writes", "address", "follows", "reduces", "tells",
     )  # fmt: skip
 
     def __init__(
@@ -74,7 +72,6 @@ class Parts:
         # To reduce takes longer than to write, and each view takes its time: when a quarter is done the rest is there.
         count = size // itemsize
         self._cuts = [count // 4, count - count // 4]
-        self._known: dict[int, Sequence[Tensor]] = {}
         self._ends = [start + count // 4 * itemsize, start + size]
 
     def write(self, lent: Segment, address: int) -> None:
@@ -102,23 +99,6 @@ class Parts:
     def cut(self, x: Tensor) -> Sequence[Tensor]:
         """In the parts that are reduced."""
         return (x if x.dim() == 1 else x.view(-1)).split_with_sizes(self._cuts)
-
-    def cut_at(self, address: int, x: Tensor) -> Sequence[Tensor]:
-        """The same of ``x``, which lies there. To cut it is the first that a call asks of torch, whose code is in no
-        cache then; so for memory that a program comes back with the parts are kept, of whatever lies there.
-        """
-        found = self._known.get(address)
-        if found is None:
-            if len(self._known) >= _PLACES:
-                self._known.clear()
-            self._known[address] = ()
-            return self.cut(x)
-        if not found:
-            found = self._known[address] = _torch.lasting(self._parts_at, address, x.dtype)
-        return found
-
-    def _parts_at(self, address: int, dtype: torch.dtype) -> Sequence[Tensor]:
-        return self.cut(memory_at(address, self._size).view(dtype))
 
     def copy_own(self, address: int, to: int) -> None:
         """To its place in the result, if it has one. ``to``: where that begins."""
@@ -163,9 +143,12 @@ def parts_of(known: Any, itemsize: int, tells: bool, reduces: bool) -> Parts | N
     return Parts(lent, start, size, known.own_at, itemsize, tells, follows, follows and reduces)
 
 
-def follow(known: Any, mail: Mail, number: int, own: Any, address: int, out: Tensor, flags: list[Any]) -> bool:
+def follow(
+    known: Any, mail: Mail, number: int, own: Any, address: int, out: Tensor, kept: Kept | None, flags: list[Any]
+) -> bool:
     """Whether ``out`` is made of this rank's own and of what the other one writes, if there is one, while it does: it
-    may not come in time, or not be such a call. ``flags``: what was borrowed.
+    may not come in time, or not be such a call. ``kept``: what ``out`` is of, where that was kept. ``flags``: what was
+    borrowed.
     """
     parts, cut, to = known.parts, None, 0
     if not parts.reduces:
@@ -174,7 +157,7 @@ def follow(known: Any, mail: Mail, number: int, own: Any, address: int, out: Ten
     for k, i, cells, first, places in known.sources:
         at = first + number % ENTRIES * ENTRY
         if parts.reduces and cells[at] != number:  # views take their time, and the other one is not ready
-            cut = parts.cut_at(address, own), parts.cut_at(out.data_ptr(), out)
+            cut = parts.cut(own), parts.cut(out) if kept is None else kept.views(parts.cut)
         if cells[at] != number and not _comes(cells, at, number):
             return False
         if cells[at + DIGEST] != known.meaning[1] or cells[at + ROOT] != known.rooted:
