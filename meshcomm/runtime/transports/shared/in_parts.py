@@ -112,7 +112,7 @@ class Parts:
         while done < size:
             there = size if cells[at] == number else state[STATE] - start
             if there > done:
-                nbytes = min(there - done, PART)
+                nbytes = there - done if there - done < PART else PART
                 copy(to + done, source + done, nbytes)
                 done += nbytes
             elif not _comes(state, STATE, start + done + 1):
