@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -19,6 +22,7 @@ from meshcomm.runtime.process import lending
 from meshcomm.runtime.process.reuse import Kept
 from meshcomm.runtime.transports.shared import at_once, in_parts, waiting
 from meshcomm.runtime.transports.shared.in_parts import Parts
+from meshcomm.runtime.transports.shared.messages import one_message
 
 ROWS = 2048
 """Of 256 elements: half of them are as much as a result in parts has at least, and all not more than at most."""
@@ -133,6 +137,92 @@ def slowly(name: str) -> None:
 @pytest.mark.parametrize("name", SOME)
 def test_one_that_stops_in_the_middle(pool4: Any, name: str) -> None:
     pool4.run(slowly, name)
+
+
+def sent(x: Tensor, mesh: mc.Mesh, root: int) -> Tensor | None:
+    """To the root."""
+    if mesh.coordinate["a"] != root:
+        mc.send(x, "a", root, mesh=mesh)
+        return None
+    return mc.recv("a", 1 - root, shape=x.shape, dtype=x.dtype, mesh=mesh)
+
+
+def killed_in_the_middle(folder: str, name: str) -> None:
+    mesh = mc.make_mesh({"a": 2})
+    call, x, root = {**CALLS, "send": sent}[name], given(mesh.rank), int(name == "scatter")
+    for _ in range(4):
+        call(x, mesh, root)
+    mc.barrier("a", mesh=mesh)
+    parts = 0
+
+    def copy(*given: Any) -> None:
+        nonlocal parts
+        parts += 1
+        if parts == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        lending.copy(*given)
+
+    begin = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.rank == 1:
+            patch.setattr(in_parts, "copy", copy)
+            patch.setattr(one_message, "copy", copy)
+        try:
+            call(x, mesh, root)
+        except mc.CommError as error:
+            Path(folder, f"{mesh.rank}.told").write_text(f"{time.monotonic() - begin:.1f} {error}")
+            raise
+
+
+@pytest.mark.parametrize("name", [*SOME, "send"])
+def test_who_reads_is_told_of_one_that_is_killed_in_the_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("meshcomm.runtime.start.workers._PROMPT", 250.0)  # the launch would end the other at once
+    with pytest.raises(mc.CommError):
+        mc.launch(killed_in_the_middle, 2, (str(tmp_path), name), runtime="processes", timeout=280)
+    (text,) = [file.read_text() for file in tmp_path.glob("*.told")]
+    assert "index 1 has ended" in text
+    assert float(text.split()[0]) < 100
+
+
+def too_slow(folder: str, name: str) -> str:
+    """Who reads has its time run out while the other one writes; what that one lends comes back, and both go on."""
+    mesh = mc.make_mesh({"a": 2})
+    call, x, root = CALLS[name], given(mesh.rank), int(name == "scatter")
+    expected = [call(x, mesh, root) for _ in range(4)][-1]
+    mc.barrier("a", mesh=mesh)
+    mail, own, parts, told = mesh.axis("a").link.mail, lending.copy, 0, Path(folder, "told")  # type: ignore[attr-defined]
+    limit = time.monotonic() + 100
+
+    def copy(*given: Any) -> None:
+        nonlocal parts
+        parts += 1
+        while parts == 3 and not told.exists():
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        own(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.rank == 1:
+            patch.setattr(in_parts, "copy", copy)
+            assert alike(call(x, mesh, root), expected)
+        else:
+            patch.setattr(mail, "timeout", 0.3)
+            with pytest.raises(mc.CommError) as caught:
+                call(x, mesh, root)
+            told.touch()
+    for _ in range(5):
+        mc.barrier("a", mesh=mesh)
+        assert alike(call(x, mesh, root), expected)
+    is_at_rest(mesh)
+    return "" if mesh.rank else str(caught.value)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_time_out_in_the_middle(tmp_path: Path, name: str) -> None:
+    text, _ = mc.launch(too_slow, 2, (str(tmp_path), name), runtime="processes", timeout=280)
+    assert "index 1 did not come within 0.3 s" in text
 
 
 def is_at_rest(mesh: mc.Mesh) -> None:
