@@ -46,9 +46,9 @@ CALLS: dict[str, Kind] = {
 SOME = ("gather", "scatter", "reduce")
 
 
-def pairs() -> mc.Mesh:
+def pairs(**other: int) -> mc.Mesh:
     """Whose ranks have heard of each other."""
-    mesh = mc.make_mesh({"a": 2, "b": 2})
+    mesh = mc.make_mesh({"a": 2, **(other or {"b": 2})})
     mc.barrier("a", mesh=mesh)
     return mesh
 
@@ -148,7 +148,7 @@ def sent(x: Tensor, mesh: mc.Mesh, root: int) -> Tensor | None:
 
 
 def killed_in_the_middle(folder: str, name: str) -> None:
-    mesh = mc.make_mesh({"a": 2})
+    mesh = pairs(b=1)
     call, x, root = {**CALLS, "send": sent}[name], given(mesh.rank), int(name == "scatter")
     for _ in range(4):
         call(x, mesh, root)
@@ -188,7 +188,7 @@ def test_who_reads_is_told_of_one_that_is_killed_in_the_middle(
 
 def too_slow(folder: str, name: str) -> str:
     """Who reads has its time run out while the other one writes; what that one lends comes back, and both go on."""
-    mesh = mc.make_mesh({"a": 2})
+    mesh = pairs(b=1)
     call, x, root = CALLS[name], given(mesh.rank), int(name == "scatter")
     expected = [call(x, mesh, root) for _ in range(4)][-1]
     mc.barrier("a", mesh=mesh)
