@@ -18,7 +18,7 @@ from torch import Tensor
 
 import meshcomm as mc
 from meshcomm.runtime.process import lending
-from meshcomm.runtime.transports.shared import at_once
+from meshcomm.runtime.transports.shared import at_once, waiting
 
 REVERSED = [(0, 3), (3, 0), (1, 2), (2, 1)]
 CALLS: dict[str, Callable[..., Any]] = {
@@ -146,7 +146,7 @@ def interrupted(where: str, name: str) -> None:
         mc.barrier("a", mesh=mesh)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lending, "room", room := lending.Room())
-        patch.setattr(at_once, "AWAKE", 60.0)  # on a busy machine too it is this way that is interrupted
+        patch.setattr(waiting, "AWAKE", 60.0)  # on a busy machine too it is this way that is interrupted
         if mesh.rank == interrupted_rank(where, name):
             with pytest.raises(raised_in(where)), interrupts(where):
                 call(x, mesh)

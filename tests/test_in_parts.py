@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -16,8 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
 from meshcomm.runtime.process import lending
-from meshcomm.runtime.transports.shared import at_once, in_parts
+from meshcomm.runtime.process.reuse import Kept
+from meshcomm.runtime.transports.shared import at_once, in_parts, waiting
 from meshcomm.runtime.transports.shared.in_parts import Parts
+from meshcomm.runtime.transports.shared.messages import one_message
 
 ROWS = 2048
 """Of 256 elements: half of them are as much as a result in parts has at least, and all not more than at most."""
@@ -41,9 +46,9 @@ CALLS: dict[str, Kind] = {
 SOME = ("gather", "scatter", "reduce")
 
 
-def pairs() -> mc.Mesh:
+def pairs(**other: int) -> mc.Mesh:
     """Whose ranks have heard of each other."""
-    mesh = mc.make_mesh({"a": 2, "b": 2})
+    mesh = mc.make_mesh({"a": 2, **(other or {"b": 2})})
     mc.barrier("a", mesh=mesh)
     return mesh
 
@@ -134,6 +139,92 @@ def test_one_that_stops_in_the_middle(pool4: Any, name: str) -> None:
     pool4.run(slowly, name)
 
 
+def sent(x: Tensor, mesh: mc.Mesh, root: int) -> Tensor | None:
+    """To the root."""
+    if mesh.coordinate["a"] != root:
+        mc.send(x, "a", root, mesh=mesh)
+        return None
+    return mc.recv("a", 1 - root, shape=x.shape, dtype=x.dtype, mesh=mesh)
+
+
+def killed_in_the_middle(folder: str, name: str) -> None:
+    mesh = pairs(b=1)
+    call, x, root = {**CALLS, "send": sent}[name], given(mesh.rank), int(name == "scatter")
+    for _ in range(4):
+        call(x, mesh, root)
+    mc.barrier("a", mesh=mesh)
+    parts = 0
+
+    def copy(*given: Any) -> None:
+        nonlocal parts
+        parts += 1
+        if parts == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        lending.copy(*given)
+
+    begin = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.rank == 1:
+            patch.setattr(in_parts, "copy", copy)
+            patch.setattr(one_message, "copy", copy)
+        try:
+            call(x, mesh, root)
+        except mc.CommError as error:
+            Path(folder, f"{mesh.rank}.told").write_text(f"{time.monotonic() - begin:.1f} {error}")
+            raise
+
+
+@pytest.mark.parametrize("name", [*SOME, "send"])
+def test_who_reads_is_told_of_one_that_is_killed_in_the_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("meshcomm.runtime.start.workers._PROMPT", 250.0)  # the launch would end the other at once
+    with pytest.raises(mc.CommError):
+        mc.launch(killed_in_the_middle, 2, (str(tmp_path), name), runtime="processes", timeout=280)
+    (text,) = [file.read_text() for file in tmp_path.glob("*.told")]
+    assert "index 1 has ended" in text
+    assert float(text.split()[0]) < 100
+
+
+def too_slow(folder: str, name: str) -> str:
+    """Who reads has its time run out while the other one writes; what that one lends comes back, and both go on."""
+    mesh = pairs(b=1)
+    call, x, root = CALLS[name], given(mesh.rank), int(name == "scatter")
+    expected = [call(x, mesh, root) for _ in range(4)][-1]
+    mc.barrier("a", mesh=mesh)
+    mail, own, parts, told = mesh.axis("a").link.mail, lending.copy, 0, Path(folder, "told")  # type: ignore[attr-defined]
+    limit = time.monotonic() + 100
+
+    def copy(*given: Any) -> None:
+        nonlocal parts
+        parts += 1
+        while parts == 3 and not told.exists():
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        own(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.rank == 1:
+            patch.setattr(in_parts, "copy", copy)
+            assert alike(call(x, mesh, root), expected)
+        else:
+            patch.setattr(mail, "timeout", 0.3)
+            with pytest.raises(mc.CommError) as caught:
+                call(x, mesh, root)
+            told.touch()
+    for _ in range(5):
+        mc.barrier("a", mesh=mesh)
+        assert alike(call(x, mesh, root), expected)
+    is_at_rest(mesh)
+    return "" if mesh.rank else str(caught.value)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_time_out_in_the_middle(tmp_path: Path, name: str) -> None:
+    text, _ = mc.launch(too_slow, 2, (str(tmp_path), name), runtime="processes", timeout=280)
+    assert "index 1 did not come within 0.3 s" in text
+
+
 def is_at_rest(mesh: mc.Mesh) -> None:
     """Nothing is open, and all that was lent is back."""
     for _ in range(3):
@@ -181,7 +272,9 @@ def interrupted_often(part: int) -> Iterator[list[int]]:
 
 PLACES: dict[str, tuple[CodeType, ...]] = {
     "written": (Parts.write.__code__,),
-    "read": (in_parts.follow.__code__, Parts.copy.__code__, Parts.reduce.__code__, Parts.copy_own.__code__),
+    "read": tuple(
+        each.__code__ for each in (in_parts.follow, Parts.copy, Parts.reduce, Parts.copy_own, Parts.cut, Kept.views)
+    ),
 }
 
 
@@ -195,8 +288,7 @@ def interrupted(name: str, where: str) -> None:
     who = 1 - giver if where == "read" else giver
     line, is_over = 0, False
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(at_once, "AWAKE", 60.0)  # on a busy machine too it is this way that is interrupted
-        patch.setattr(in_parts, "AWAKE", 60.0)
+        patch.setattr(waiting, "AWAKE", 60.0)  # on a busy machine too it is this way that is interrupted
         while not is_over:
             line += 1
             if me == who:
@@ -247,6 +339,39 @@ def test_ranks_that_name_another_root(pool4: Any, name: str) -> None:
     pool4.run(other_roots, name)
 
 
+def in_turns() -> None:
+    """Results of many forms in the same memory, held for a while or not, of inputs that come and go."""
+    mesh = pairs()
+    me = mesh.coordinate["a"]
+    inputs = [torch.cat([given(1 - me + 2 * step), given(me)]) for step in range(2)]
+    held: list[Tensor] = []
+    for step in range(40):
+        whole, dtype = inputs[step % 2], (torch.float32, torch.int32, torch.bfloat16)[step % 3]
+        x = whole[ROWS:] if step % 5 else whole[:ROWS] * step  # of memory that goes after the call
+        x = x.to(dtype).view((ROWS * 256,) if step % 4 else (ROWS, 256))
+        root, mode = step // 20, (torch.inference_mode, torch.no_grad)[step // 7 % 2]
+        expected = mc.reduce(x, "a", root, mesh=mesh, async_op=True).wait()
+        for _ in range(3):
+            with mode():
+                y = mc.reduce(x, "a", root, mesh=mesh)
+            assert alike(y, expected)
+            if y is not None:
+                assert y.is_inference() == (mode is torch.inference_mode)
+                assert (y.shape, y.dtype, y.requires_grad) == (x.shape, dtype, False)
+                assert all(torch.equal(other, same) for other, same in zip(held[::2], held[1::2], strict=True))
+                if step % 3 == 0:
+                    held = [*held[-4:], y, y.clone()]
+                else:
+                    with mode():
+                        y.zero_()
+    del held, y
+    is_at_rest(mesh)
+
+
+def test_results_of_many_forms_in_turns(pool4: Any) -> None:
+    pool4.run(in_turns)
+
+
 class _Spoiling(TorchDispatchMode):
     """What comes of it is no number any more, for who has it later."""
 
@@ -266,7 +391,7 @@ def in_a_mode() -> None:
             for _ in range(4):
                 mc.reduce(x, "a", root, mesh=mesh)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(in_parts, "AWAKE", 60.0)
+            patch.setattr(waiting, "AWAKE", 60.0)
             patch.setattr(in_parts, "copy", lambda *given: (time.sleep(0.001), lending.copy(*given)))
             for _ in range(4):
                 assert alike(mc.reduce(x, "a", root, mesh=mesh), expected)

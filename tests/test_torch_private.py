@@ -930,6 +930,21 @@ def test_name_out_of_graphs() -> None:
     assert seen == [False, False]
 
 
+def test_name_lasting() -> None:
+    def make(n: int) -> Tensor:
+        return torch.ones(n)
+
+    for mode in (contextlib.nullcontext, torch.inference_mode, FakeTensorMode):
+        with mode():
+            x = _torch.lasting(make, 2)
+        assert type(x) is Tensor
+        assert not x.is_inference()
+        assert x.tolist() == [1, 1]
+    kept: list[Tensor] = []
+    vmap(lambda x: x + (kept.append(_torch.lasting(make, 3)) or 1))(torch.zeros(2))
+    assert kept[0].add_(1).tolist() == [2, 2, 2]
+
+
 def test_name_plain_now() -> None:
     assert _torch.plain_now()
     with FakeTensorMode():

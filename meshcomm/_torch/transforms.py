@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,12 +18,15 @@ __all__ = [
     "default_device",
     "dispatch_modes",
     "function_modes",
+    "lasting",
     "outside_dispatch_modes",
     "outside_transforms",
     "plain_now",
     "unwrap_if_dead",
     "without_modes",
 ]
+
+T = TypeVar("T")
 
 
 def _as_it_is(x: Tensor) -> Tensor:
@@ -90,6 +93,14 @@ def default_device() -> torch.device:
 def plain_now() -> bool:
     """Whether what torch makes is plain tensors: no transform is active, and no dispatch mode."""
     return _depth_of_modes is not None and _depth_of_modes() == 0 and not functorch_active()
+
+
+def lasting(make: Callable[..., T], *args: Any) -> T:
+    """``make(*args)``, plain tensors that outlive whatever their first user is in the middle of."""
+    if plain_now() and not torch.is_inference_mode_enabled():  # to leave nothing takes longer than the rest
+        return make(*args)
+    with outside_transforms():
+        return make(*args)
 
 
 def outside_dispatch_modes() -> contextlib.AbstractContextManager[object]:

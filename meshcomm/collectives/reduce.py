@@ -256,10 +256,10 @@ def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None, bucket_mb: float
     """
     if here.watcher is not None:
         return aside(pvary, x, axis, mesh, bucket_mb, async_op)
-    ax = check.axis_of("pvary", axis, mesh)
+    ax = mesh.axis(axis, "pvary") if type(mesh) is Mesh else check.axis_of("pvary", axis, mesh)
     if isinstance(x, Tensor):
         check.tensor("pvary", x, ax)
-        return started(_PVARY, x, ax, (), True) if async_op else _vary(x, ax)
+        return started(_PVARY, x, ax, (), True) if async_op else apply(_PVARY, x, ax)
     leaves, form, *_ = buckets.leaves_of("pvary", x, ax)
     check.checked_size("pvary", bucket_mb, ax)
     real = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]

@@ -268,7 +268,7 @@ def _backward_only(rule: Rule) -> type[Function]:
         y: Tensor
         if tree.__class__ is list:
             ctx.call_site, y = tree
-        elif link.hears or profiler_on():
+        elif link.watched or link.briefly or (not local and (link.hears or profiler_on())):
             told.node = ctx
             try:
                 y = rule.announced(x, axis, params, True, tree)

@@ -83,8 +83,8 @@ class Segment:
     """A part of a memory: in its first page one byte per reader and a state; then what is lent."""
 
     __slots__ = (
-        "_mapped", "_part", "bytes", "cells", "fd", "flags", "head", "kept", "lent_at", "number", "offset", "patience",
-        "readers", "serial", "size", "touched", "whole",
+        "_mapped", "_part", "address", "bytes", "cells", "fd", "flags", "head", "kept", "lent_at", "number", "offset",
+        "patience", "readers", "serial", "size", "touched", "whole",
     )  # fmt: skip
 
     def __init__(self, memory: Memory, offset: int, size: int) -> None:
@@ -92,11 +92,8 @@ class Segment:
         self.flags = memory.view[offset : offset + size]
         self.cells = self.flags.cast("q")
         self.head = self.flags[:READERS]
-        if _torch.plain_now() and not torch.is_inference_mode_enabled():  # to leave nothing takes longer than the rest
-            self.bytes = _bytes_of(memory, offset + PAGE, size - PAGE)
-        else:
-            with _torch.outside_transforms():  # it outlives whatever the first user is in the middle of
-                self.bytes = _bytes_of(memory, offset + PAGE, size - PAGE)
+        self.bytes = _torch.lasting(_bytes_of, memory, offset + PAGE, size - PAGE)
+        self.address = self.bytes.data_ptr()
         self._part: tuple[int, torch.dtype, Tensor] | None = None
         self._mapped = memory.mapped
         self.kept = True

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from sys import getrefcount
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,41 +35,56 @@ _LONG = 10.0
 """Seconds after which what was not asked for is forgotten."""
 
 
-class _Kept:
+class Kept:
     """A storage that was given to a result."""
 
-    __slots__ = ("_base", "_dtype", "_shape", "given", "nbytes", "storage")
+    __slots__ = ("_base", "_cut", "_dtype", "_shape", "_views", "given", "nbytes", "storage")
 
     def __init__(self, nbytes: int) -> None:
         self._base = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._shape: Sequence[int] | None = None
         self._dtype = torch.uint8
+        self._cut: Any = None
+        self._views: Sequence[Tensor] = ()
         self.storage = self._base.untyped_storage()
         self.nbytes, self.given = nbytes, 0.0
 
     def is_free(self) -> bool:
         """Whether nobody has it, and it is as it was."""
         storage = self.storage  # numpy has torch never resize again what it has once seen
-        if _of_tensor(storage, 1) or getrefcount(storage) > _UNHELD or storage.nbytes() != self.nbytes:
+        if _of_tensor(storage, 1 + len(self._views)) or getrefcount(storage) > _UNHELD:
             return False
-        return storage.resizable() and not storage.is_shared()
+        return storage.nbytes() == self.nbytes and storage.resizable() and not storage.is_shared()
 
     def tensor(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """A tensor of its own. Most are as the last one, of which a copy takes half as long, and much less where
         nothing of torch is in the processor's cache.
         """
+        if self._shape != shape or self._dtype is not like.dtype:
+            self._cut, self._views = None, ()
+            self._shape, self._dtype = None, like.dtype
+            self._base = _torch.lasting(self._formed, shape)
+            self._shape = tuple(shape)
         if torch.is_inference_mode_enabled() or type(like) not in _PLAIN:  # what is made there, or of it, stays so
             return like.new_empty(0).set_(self.storage, 0, shape, ())
-        if self._shape != shape or self._dtype is not like.dtype:
-            self._base = like.new_empty(0).set_(self.storage, 0, shape, ())
-            self._shape, self._dtype = tuple(shape), like.dtype
         return self._base.data
+
+    def _formed(self, shape: Sequence[int]) -> Tensor:
+        return torch.empty(0, dtype=self._dtype, device="cpu").set_(self.storage, 0, shape, ())
+
+    def views(self, cut: Callable[[Tensor], Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Those that ``cut`` makes of the tensor given last: most want them as the last one did."""
+        if self._cut != cut:
+            self._cut, self._views = None, ()
+            self._views = _torch.lasting(cut, self._base)
+            self._cut = cut  # last: Ctrl-C may come in between
+        return self._views
 
 
 _of_tensor = _torch.of_tensor
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 with _torch.outside_transforms():  # who imports this may be in a mode
-    _spare = _Kept(1)
+    _spare = Kept(1)
 _UNHELD = getrefcount(_spare.storage) + 1
 """As many references as Python has to a storage that nobody else has, beside the one who looks."""
 
@@ -80,7 +96,7 @@ class Reserve:
         """``now``: seconds; ``gives``: whether it may give of what it keeps."""
         self._now, self._gives = now, gives
         self._lock = threading.Lock()
-        self._kept: list[_Kept] = []
+        self._kept: list[Kept] = []
         self._asked: deque[int] = deque(maxlen=_MOST)
         self.held = 0
         """Bytes of what is kept."""
@@ -90,15 +106,29 @@ class Reserve:
         """A new dense tensor of this shape, of the dtype of ``like``, which is on the CPU."""
         nbytes = math.prod(shape) * like.itemsize
         found = self.again(nbytes, shape, like) if nbytes >= LEAST and self._gives() else None
-        return like.new_empty(shape) if found is None else found
+        return like.new_empty(shape) if found is None else found[0]
 
-    def again(self, nbytes: int, shape: Sequence[int], like: Tensor) -> Tensor | None:
-        """The same of so many bytes, ``LEAST`` or more, where it may give of what it keeps, as in `find`."""
+    def again(self, nbytes: int, shape: Sequence[int], like: Tensor) -> tuple[Tensor, Kept] | None:
+        """The same of so many bytes, ``LEAST`` or more, where it may give of what it keeps, as in `find`; and of which
+        storage it is.
+        """
         if nbytes > self._room or not self._lock.acquire(blocking=False):
             return None
         try:
-            kept = self._take(nbytes, 1)
-            return None if kept is None else kept[0].tensor(shape, like)
+            now, mine = self._now(), self._kept
+            for kept in reversed(mine):  # as `_take` does it, with the steps that one takes mostly
+                if kept.nbytes == nbytes and kept.is_free():
+                    break
+            else:
+                found = self._take(nbytes, 1)
+                return None if found is None else (found[0].tensor(shape, like), found[0])
+            kept.given = now
+            if kept is not mine[-1]:
+                mine.remove(kept)
+                mine.append(kept)
+            if now - mine[0].given > _LONG:
+                self._forget(now)
+            return kept.tensor(shape, like), kept
         finally:
             self._lock.release()
 
@@ -116,9 +146,9 @@ class Reserve:
         finally:
             self._lock.release()
 
-    def _take(self, nbytes: int, count: int) -> list[_Kept] | None:
+    def _take(self, nbytes: int, count: int) -> list[Kept] | None:
         now, mine = self._now(), self._kept
-        found: list[_Kept] = []
+        found: list[Kept] = []
         for kept in reversed(mine):  # what was used last is nearest to the processor
             if kept.nbytes == nbytes and kept.is_free():
                 found.append(kept)
@@ -128,7 +158,7 @@ class Reserve:
             if nbytes not in self._asked:  # what is never asked for again is not kept
                 self._asked.append(nbytes)
                 return None
-            new = [_Kept(nbytes) for _ in range(count - len(found))]
+            new = [Kept(nbytes) for _ in range(count - len(found))]
             self.held = sum(each.nbytes for each in (*mine, *new))  # anew: Ctrl-C may have come in between
             mine += new
             found += new
@@ -137,9 +167,14 @@ class Reserve:
             if kept is not mine[-1]:
                 mine.remove(kept)
                 mine.append(kept)
+        self._forget(now)
+        return found
+
+    def _forget(self, now: float) -> None:
+        """What is more than shall be, or was not asked for."""
+        mine = self._kept
         while mine and (self.held > self._room or len(mine) > _MOST or now - mine[0].given > _LONG):
             self.held -= mine.pop(0).nbytes
-        return found
 
     def trim(self, seconds: float = _LONG) -> None:
         """Forget what was not asked for in so long a time."""

@@ -8,7 +8,6 @@ goes on as a ``Call`` of that file, which knows of all that.
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from meshcomm.runtime.transports.shared.entry import NOBODY, SMALL
 from meshcomm.runtime.transports.shared.in_parts import follow, parts_of
 from meshcomm.runtime.transports.shared.lexicon import Meaning
 from meshcomm.runtime.transports.shared.mailbox import FAR, Mail
-from meshcomm.runtime.transports.shared.waiting import AWAKE
+from meshcomm.runtime.transports.shared.waiting import give_way
 from meshcomm.runtime.transports.shared.words import (
     DIGEST,
     ENTRY_CELLS,
@@ -200,7 +199,7 @@ class _Known:
         says = array("q", (code, self.count, self.root, *where[:4], 0, *where[4:], digest, place, 0, 0, 0))
         found: tuple[Any, ...] = says, None, None
         if lent is not None:
-            found = says, *_lasting(self.views, lent)
+            found = says, *_torch.lasting(self.views, lent)
         if lent is None or lent.kept:
             _keep(self.entries, lent, found)
         return found
@@ -250,7 +249,7 @@ class _Known:
         table = segment.cells[TABLE : TABLE + len(self.table)]
         if self.table and table != self.table:  # of other lengths: as much need not lie there
             return None
-        x, in_parts = _lasting(self.read_of, segment)
+        x, in_parts = _torch.lasting(self.read_of, segment)
         found = x, segment.flags, table, in_parts
         if entry[KEPT]:
             _keep(places, (entry[SERIAL], entry[OFFSET]), found)
@@ -260,13 +259,15 @@ class _Known:
         self, mail: Mail, number: int, x: Tensor, own: Any, lent: Segment | None, record: Record, address: int
     ) -> Tensor | None:
         """The result, and the call is over; None if it has to go on as a ``Call``."""
-        out, flags = None, list[Any]()
+        out: Any = None
+        kept: Any = None
+        flags: list[Any] = []
         if self.whole is not None:  # who has an address knows that nothing is in the way
-            out = reserve.again(self.made, self.whole, x) if address else None
-            out = reserve.empty(self.whole, x) if out is None else out
+            again = reserve.again(self.made, self.whole, x) if address else None
+            out, kept = again or (reserve.empty(self.whole, x), None)
         result: Any = out
         if address and self.parts.follows:
-            if not follow(self, mail, number, own, address, result, flags):
+            if not follow(self, mail, number, own, address, out, kept, flags):
                 return None
         else:
             parts: list[Any] = [None] * len(self.reads)
@@ -276,12 +277,8 @@ class _Known:
             for k, i, cells, first, places in self.sources:
                 at = first + slot
                 while cells[at] != number:
-                    now = monotonic()
-                    if not end:
-                        end = now + AWAKE
-                    elif now > end:
+                    if (end := give_way(end)) < 0:
                         return None
-                    os.sched_yield()
                 if cells[at + DIGEST] != digest or cells[at + ROOT] != rooted:
                     return None
                 place = cells[at + SERIAL], cells[at + OFFSET]
@@ -345,14 +342,6 @@ def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
     if len(known) >= _PLACES:
         known.clear()
     known[key] = value
-
-
-def _lasting(views: Callable[[Segment], tuple[Any, Any]], segment: Segment) -> tuple[Any, Any]:
-    """They outlive whatever the first user is in the middle of."""
-    if _torch.plain_now() and not torch.is_inference_mode_enabled():  # to leave nothing takes longer than the rest
-        return views(segment)
-    with _torch.outside_transforms():
-        return views(segment)
 
 
 def _reduction(op: str, dtype: torch.dtype, n: int) -> Callable[..., Tensor]:

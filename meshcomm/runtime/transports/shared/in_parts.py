@@ -15,18 +15,17 @@ Where both give and get, they are busy anyhow, and who reads what is just being 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Sequence
-from time import monotonic
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from meshcomm import _torch
 from meshcomm.runtime.process.boxes import ENTRIES, ENTRY
-from meshcomm.runtime.process.lending import PART, STATE, Segment, address_of, copy, move
+from meshcomm.runtime.process.lending import PART, STATE, Segment, address_of, copy
+from meshcomm.runtime.process.reuse import Kept
 from meshcomm.runtime.transports.shared.mailbox import Mail
-from meshcomm.runtime.transports.shared.waiting import AWAKE
+from meshcomm.runtime.transports.shared.waiting import give_way
 from meshcomm.runtime.transports.shared.words import DIGEST, OFFSET, ROOT, SERIAL
 
 _TOLD = 2**17
@@ -41,10 +40,17 @@ class _Other(NamedTuple):
     parts: Sequence[Tensor]
 
 
+def _nowhere(x: Tensor) -> int:
+    """In the place of an address, of what is neither lent nor read."""
+    return int(_torch.plain_now())
+
+
 class Parts:
     """How this rank's tensor of a call is written by its address, and what of the result can be made part by part."""
 
-    __slots__ = ("_cuts", "_ends", "_own", "_size", "_start", "_touches", "_writes", "follows", "reduces", "tells")
+    __slots__ = (
+        "_cuts", "_ends", "_moves", "_size", "_start", "_writes", "address", "follows", "reduces", "tells",
+    )  # fmt: skip
 
     def __init__(
         self, lent: Sequence[tuple[int, int]], start: int, size: int, own: int | None, itemsize: int,
@@ -56,21 +62,21 @@ class Parts:
         """
         most = _TOLD if tells else PART
         self._writes = [(at, min(most, end - at)) for begin, end in lent for at in range(begin, end, most)]
-        self._start, self._size, self._own = start, size, own
-        self._touches = bool(lent) or own is not None
+        self._start, self._size = start, size
+        self._moves: list[tuple[int, int, int]] = []
+        if own is not None:
+            self._moves = [(own * size + at, start + at, min(PART, size - at)) for at in range(0, size, PART)]
+        self.address = address_of if lent or own is not None else _nowhere
+        """Where a tensor lies; 0 if it cannot be lent and read so."""
         self.tells, self.follows, self.reduces = tells, follows, reduces
         # To reduce takes longer than to write, and each view takes its time: when a quarter is done the rest is there.
         count = size // itemsize
         self._cuts = [count // 4, count - count // 4]
         self._ends = [start + count // 4 * itemsize, start + size]
 
-    def address(self, x: Tensor) -> int:
-        """Where ``x`` lies; 0 if it cannot be lent and read so."""
-        return address_of(x) if self._touches else int(_torch.plain_now())
-
     def write(self, lent: Segment, address: int) -> None:
         """All that others read."""
-        to, cells, tells = lent.bytes.data_ptr(), lent.cells, self.tells
+        to, cells, tells = lent.address, lent.cells, self.tells
         for at, nbytes in self._writes:
             copy(to + at, address + at, nbytes)
             if tells:
@@ -78,7 +84,7 @@ class Parts:
 
     def finish(self, lent: Segment, address: int) -> None:
         """The same of who was interrupted in it, be it more than once: others have heard of it."""
-        left, to = self._writes.copy(), lent.bytes.data_ptr()
+        left, to = self._writes.copy(), lent.address
         while left:
             with contextlib.suppress(BaseException):  # who calls this raises one already
                 at, nbytes = left[0]
@@ -88,7 +94,7 @@ class Parts:
 
     def of(self, segment: Segment, x: Tensor) -> _Other:
         """``x``: what this rank reads of what lies in there."""
-        return _Other(segment.cells, segment.bytes.data_ptr() + self._start, self.cut(x) if self.reduces else ())
+        return _Other(segment.cells, segment.address + self._start, self.cut(x) if self.reduces else ())
 
     def cut(self, x: Tensor) -> Sequence[Tensor]:
         """In the parts that are reduced."""
@@ -96,8 +102,8 @@ class Parts:
 
     def copy_own(self, address: int, to: int) -> None:
         """To its place in the result, if it has one. ``to``: where that begins."""
-        if self._own is not None:
-            move(to + self._own * self._size, address + self._start, self._size)
+        for into, at, nbytes in self._moves:
+            copy(to + into, address + at, nbytes)
 
     def copy(self, other: _Other, k: int, cells: Any, at: int, number: int, to: int) -> bool:
         """What is written there to place ``k`` of the result; whether it came in time."""
@@ -106,7 +112,7 @@ class Parts:
         while done < size:
             there = size if cells[at] == number else state[STATE] - start
             if there > done:
-                nbytes = min(there - done, PART)
+                nbytes = there - done if there - done < PART else PART
                 copy(to + done, source + done, nbytes)
                 done += nbytes
             elif not _comes(state, STATE, start + done + 1):
@@ -115,8 +121,9 @@ class Parts:
 
     def reduce(self, take: Callable[..., object], own: Any, other: _Other, k: int, out: Any) -> bool:
         """The same, reduced with this rank's own; ``own``, ``out``: cut."""
+        state = other.cells
         for end, mine, theirs, into in zip(self._ends, own, other.parts, out, strict=True):
-            if not _comes(other.cells, STATE, end):
+            if state[STATE] < end and not _comes(state, STATE, end):
                 return False
             take((mine, theirs) if k else (theirs, mine), out=into)
         return True
@@ -136,9 +143,12 @@ def parts_of(known: Any, itemsize: int, tells: bool, reduces: bool) -> Parts | N
     return Parts(lent, start, size, known.own_at, itemsize, tells, follows, follows and reduces)
 
 
-def follow(known: Any, mail: Mail, number: int, own: Any, address: int, out: Tensor, flags: list[Any]) -> bool:
+def follow(
+    known: Any, mail: Mail, number: int, own: Any, address: int, out: Tensor, kept: Kept | None, flags: list[Any]
+) -> bool:
     """Whether ``out`` is made of this rank's own and of what the other one writes, if there is one, while it does: it
-    may not come in time, or not be such a call. ``flags``: what was borrowed.
+    may not come in time, or not be such a call. ``kept``: what ``out`` is of, where that was kept. ``flags``: what was
+    borrowed.
     """
     parts, cut, to = known.parts, None, 0
     if not parts.reduces:
@@ -147,8 +157,8 @@ def follow(known: Any, mail: Mail, number: int, own: Any, address: int, out: Ten
     for k, i, cells, first, places in known.sources:
         at = first + number % ENTRIES * ENTRY
         if parts.reduces and cells[at] != number:  # views take their time, and the other one is not ready
-            cut = parts.cut(own), parts.cut(out)
-        if not _comes(cells, at, number):
+            cut = parts.cut(own), parts.cut(out) if kept is None else kept.views(parts.cut)
+        if cells[at] != number and not _comes(cells, at, number):
             return False
         if cells[at + DIGEST] != known.meaning[1] or cells[at + ROOT] != known.rooted:
             return False
@@ -172,10 +182,6 @@ def _comes(cells: Any, at: int, least: int) -> bool:
     """Whether as great a number, or that with a minus, stands there before one would sleep."""
     end = 0.0
     while abs(cells[at]) < least:
-        now = monotonic()
-        if not end:
-            end = now + AWAKE
-        elif now > end:
+        if (end := give_way(end)) < 0:
             return False
-        os.sched_yield()
     return True

@@ -26,6 +26,17 @@ _ALIVE = 0.05
 """Seconds between looks at whether the others are alive."""
 
 
+def give_way(end: float) -> float:
+    """Let others run, having looked for what one of them writes. ``end``: 0 at first, then what this gave: until when
+    one looks on; less than 0 when one would sleep.
+    """
+    now = time.monotonic()
+    if end and now > end:
+        return -1.0
+    os.sched_yield()
+    return end or now + AWAKE
+
+
 class Waiting(Protocol):
     """A call that waits."""
 

@@ -15,7 +15,6 @@ first, nothing can be lent; somebody is interrupted) it goes on as the messages 
 from __future__ import annotations
 
 import math
-import os
 from array import array
 from collections.abc import Callable, Sequence
 from threading import get_ident
@@ -52,7 +51,7 @@ from meshcomm.runtime.transports.shared.messages.written import (
     TAKEN,
     says,
 )
-from meshcomm.runtime.transports.shared.waiting import AWAKE
+from meshcomm.runtime.transports.shared.waiting import give_way
 
 _KNOWN, _PLACES = 512, 64
 """How many kinds of messages are known of an axis, and of each how many places where something is lent."""
@@ -94,7 +93,7 @@ class _Known:
     def lent(self, link: Any, where: Sequence[int], src: int) -> tuple[Segment, int]:
         """What is lent there, and its address. Raises OSError if it is gone."""
         segment = link.mail.borrow_at(where, src)
-        found = segment, segment.bytes.data_ptr()
+        found = segment, segment.address
         self._keep((where[1], where[4]), where[3], found)
         return found
 
@@ -278,7 +277,7 @@ def _put_lent(link: Any, letters: Letters, what: _Known, address: int, dst: int)
 
 
 def _write(lent: Segment, address: int, nbytes: int) -> None:
-    cells, to, written = lent.cells, lent.bytes.data_ptr(), 0
+    cells, to, written = lent.cells, lent.address, 0
     while written < nbytes:
         part = min(PART, nbytes - written)
         copy(to + written, address + written, part)
@@ -292,12 +291,8 @@ def _read_soon(letters: Letters, sent: Sent) -> bool:
     lent, at, number, end = sent.lent, sent.at, sent.number, 0.0
     cells, at = (letters.own, at) if lent is None else (lent.flags, sent.to)
     while cells is not None and (cells[at] if lent is not None else cells[at] < number):
-        now = monotonic()
-        if not end:
-            end = now + AWAKE
-        elif now > end:
+        if (end := give_way(end)) < 0:
             return False
-        os.sched_yield()
     sent.let_go(letters.mail.index)
     return True
 
@@ -309,12 +304,8 @@ def _taken(link: Any, letters: Letters, what: _Known, src: int, out: Tensor, is_
     if cells is None:  # closed
         return False
     while cells[(at := base + HEAD + (number := following[src]) % MOST * SLOT)] != number:
-        now = monotonic()
-        if not end:
-            end = now + AWAKE
-        elif now > end or (letters.came and what.key in letters.came):  # another thread has looked
+        if (letters.came and what.key in letters.came) or (end := give_way(end)) < 0:  # another thread has looked
             return False
-        os.sched_yield()
     with letters.receiving:
         if following[src] != number or what.key in letters.came or what.key in letters.asked or letters.is_closed:
             return False
@@ -352,12 +343,8 @@ def _copied(
     while read < nbytes:
         part, end = min(PART, nbytes - read), 0.0
         while state[STATE] < read + part:
-            now = monotonic()
-            if not end:
-                end = now + AWAKE
-            elif now > end:
+            if (end := give_way(end)) < 0:
                 return False
-            os.sched_yield()
         copy(to + read, address + read, part)
         read += part
     index, following = mail.index, mail.letters.next
