@@ -16,10 +16,10 @@ from meshcomm.axis import Axis
 from meshcomm.collectives.rule import apply, rule_named
 from meshcomm.errors import names
 from meshcomm.runtime.callsite import call_site
-from meshcomm.spmd.types.core import Core
 from meshcomm.spmd.types.leaf_numbers import is_declared, next_time, numbered
 from meshcomm.spmd.types.notes import Ever
 from meshcomm.spmd.types.rules.operands import along_of, differentiated, text_of, tracked, version, versions_of
+from meshcomm.spmd.types.rules.several import Several
 from meshcomm.spmd.types.seen_changes import NOTED_AT, SEEN, saw, storage_of
 from meshcomm.spmd.types.vma import (
     NAME,
@@ -70,7 +70,7 @@ def is_new(x: Tensor) -> bool:
     return x.is_leaf and not is_declared(x) and x.grad is None and version(x) == getattr(x, _MADE_AT, 0)
 
 
-class Writes(Core):
+class Writes(Several):
     """Follows what is written. What varies is refused in a leaf that requires grad and is invariant, and in its
     gradient: the ranks would drift apart without a word.
     """
@@ -91,7 +91,7 @@ class Writes(Core):
     def _of_gradient(self, kind: Type) -> Type:
         """The type of the gradient of a value: what is invariant has been summed by the backward of pvary."""
         axes = self._all - kind.axes
-        return kind.ends(axes, Origin("backward", call_site())) if axes else kind
+        return self._here("backward", kind, lambda origin: kind.ends(axes, origin)) if axes else kind
 
     def _counted(self, x: Any) -> Any:
         """``x`` itself, which has just become a leaf if it is one that requires grad: it gets its number."""
@@ -183,10 +183,10 @@ class Writes(Core):
         if old is not None and (
             old is not kind or old is not marked(x) or old.plain == x.requires_grad or functorch_active()
         ):
-            kind = join([kind, old], "a write in place")
+            kind = self._join_here((kind, old), "a write in place")
             self._note(x, kind, (x,))
         if x._base is not None and (base := self.type_of(x._base)) is not None:
-            self._note(x._base, join([base, kind], "a write in place"))
+            self._note(x._base, self._join_here((base, kind), "a write in place"))
         self._spread(x, kind)
 
     def _again(self, x: Tensor, before: int, kind: Type) -> None:
@@ -204,8 +204,7 @@ class Writes(Core):
     def _spread(self, x: Tensor, kind: Type) -> None:
         """All that shares the memory of ``x`` varies, too."""
         if kind.axes and not is_written(storage_of(x), kind, self.grid):
-            origin = Origin("a write in place", call_site())
-            write(x, Type(dict.fromkeys(kind.axes, origin), grid=self.grid))
+            write(x, self._begun_here("a write in place", kind.axes))
 
     def _overwritten(self, x: Tensor, kind: Type) -> None:
         """All values of ``x`` are now of a type, whatever they were."""
