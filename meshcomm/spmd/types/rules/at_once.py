@@ -27,9 +27,9 @@ from meshcomm.runtime.callsite import is_ours
 from meshcomm.spmd.types.core import untraceable
 from meshcomm.spmd.types.foreign_memory import lent
 from meshcomm.spmd.types.grids import ANYWHERE, wrote
-from meshcomm.spmd.types.rules.foreach import NOT_SEEN, Foreach
-from meshcomm.spmd.types.rules.in_place import in_graph_of
+from meshcomm.spmd.types.rules.in_place import NOT_SEEN, InPlace, in_graph_of
 from meshcomm.spmd.types.rules.operands import SIMPLE
+from meshcomm.spmd.types.rules.several import Several
 from meshcomm.spmd.types.rules.short import ASKS, SEVERAL, Args, Short, flat_of, simple
 from meshcomm.spmd.types.rules.torch_rules import COMPUTES, KINDS, MAKES, READS_ROWS, Kind, in_order
 from meshcomm.spmd.types.rules.writes import gradients
@@ -50,7 +50,7 @@ from meshcomm.spmd.types.vma import (
 from meshcomm.watch import here
 
 
-class AtOnce(Foreach):
+class AtOnce(Several, InPlace):
     """Sees every operation, most of them at once; the others go the long way."""
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:

@@ -12,15 +12,12 @@ from torch import Tensor
 from meshcomm._torch import functorch_active
 from meshcomm.spmd.types.foreign_memory import lent
 from meshcomm.spmd.types.grids import ANYWHERE
-from meshcomm.spmd.types.rules.in_place import InPlace, in_graph_of
+from meshcomm.spmd.types.rules.in_place import NOT_SEEN, InPlace, in_graph_of
 from meshcomm.spmd.types.rules.operands import SIMPLE
 from meshcomm.spmd.types.rules.short import SEVERAL, Args, simple
 from meshcomm.spmd.types.rules.torch_rules import Kind
 from meshcomm.spmd.types.seen_changes import AGAIN, NOTED_AT
 from meshcomm.spmd.types.vma import WRITTEN, Type, no_wider, writes
-
-NOT_SEEN: Any = object()
-"""In place of a result: it goes the long way."""
 
 
 class Foreach(InPlace):

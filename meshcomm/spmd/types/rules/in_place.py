@@ -20,6 +20,8 @@ from meshcomm.spmd.types.seen_changes import AGAIN, NOTED_AT, SEEN, Again, saw
 from meshcomm.spmd.types.vma import HELD, LEAF, NAME, WRITTEN, Type, is_written, no_wider, shared_leaves, writes
 
 _NOWHERE = None, 0, None
+NOT_SEEN: Any = object()
+"""In place of a result: it goes the long way."""
 
 
 def remains(kind: Type, other: Type) -> bool:
@@ -42,6 +44,10 @@ class InPlace(Shorts, Writes):
 
     def _operation(self, kind: Kind, func: Any, args: Args, kwargs: Any) -> Any:
         """The long way."""
+        raise NotImplementedError
+
+    def _each_at_once(self, kind: Kind, func: Any, args: Args, kwargs: Any) -> Any:
+        """What a function of lists gives, if it is seen at once."""
         raise NotImplementedError
 
     def _not_at_once(self, kind: Kind | Short, whole: Type | None, args: Args, kwargs: Any) -> bool:

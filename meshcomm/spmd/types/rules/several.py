@@ -42,7 +42,7 @@ class Several(Core):
         return self._join(types, name, place, frame) if found is None else found[1]
 
     def _join_here(self, types: tuple[Type, ...], name: str) -> Type:
-        """The same, by the user's instruction that has led here."""
+        """The same, by the user's instruction that has led here, if any."""
         return self._joined_here(types, name, sys._getframe(1))
 
     def _evened_at_once(self, axes: frozenset[str], name: str, args: Args) -> Args:

@@ -16,10 +16,10 @@ from meshcomm.axis import Axis
 from meshcomm.collectives.rule import apply, rule_named
 from meshcomm.errors import names
 from meshcomm.runtime.callsite import call_site
+from meshcomm.spmd.types.core import Core
 from meshcomm.spmd.types.leaf_numbers import is_declared, next_time, numbered
 from meshcomm.spmd.types.notes import Ever
 from meshcomm.spmd.types.rules.operands import along_of, differentiated, text_of, tracked, version, versions_of
-from meshcomm.spmd.types.rules.several import Several
 from meshcomm.spmd.types.seen_changes import NOTED_AT, SEEN, saw, storage_of
 from meshcomm.spmd.types.vma import (
     NAME,
@@ -70,10 +70,14 @@ def is_new(x: Tensor) -> bool:
     return x.is_leaf and not is_declared(x) and x.grad is None and version(x) == getattr(x, _MADE_AT, 0)
 
 
-class Writes(Several):
+class Writes(Core):
     """Follows what is written. What varies is refused in a leaf that requires grad and is invariant, and in its
     gradient: the ranks would drift apart without a word.
     """
+
+    def _join_here(self, types: tuple[Type, ...], name: str) -> Type:
+        """The type of what is made of operands of these types by the user's instruction that has led here."""
+        raise NotImplementedError
 
     def _stays(self, x: Tensor, kind: Type, name: str) -> None:
         """Before, or after, something of this type was written into ``x``."""
