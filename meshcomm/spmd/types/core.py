@@ -87,20 +87,22 @@ class Core(Remembered, TorchFunctionMode):
         self._joined, self._short = self.grid.joined, self.grid.short  # a step is checked by a checker of its own
         self._known: dict[int, tuple[Tensor, Type, int]] = {}
         self._growing: dict[int, tuple[Tensor, Tensor]] = {}
-        self._outer: list[Any] = []
+        self._outer: list[tuple[Any, dict[str, Any]]] = []
+        self._thread: dict[str, Any] = {"watcher": None}
+        """What is known of the thread that has entered it last: ``here``, which is asked at each operation."""
         self._entered = self.passed = moment()
 
     def __enter__(self) -> Self:
         if not self._outer:
             self._entered = moment()
-        self._outer.append(here.watcher)
-        here.watcher = self  # type: ignore[assignment]
+        self._outer.append((here.watcher, self._thread))
+        here.watcher, self._thread = self, vars(here)  # type: ignore[assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
-        here.watcher = self._outer.pop()
+        here.watcher, self._thread = self._outer.pop()
         if not self._outer:
             if self._pvaried:
                 self._forget_all()

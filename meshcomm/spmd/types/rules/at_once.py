@@ -55,7 +55,7 @@ class AtOnce(Several, InPlace):
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         # All in one: a call of Python is what two of these look-ups cost.
-        if here.watcher is not self:  # type: ignore[comparison-overlap]
+        if self._thread["watcher"] is not self:  # as `here` says it, which takes four times as long
             kwargs = kwargs or {}
             return func(*plain(args), **plain(kwargs)) if made.any else func(*args, **kwargs)
         if is_dynamo_compiling():  # before what it cannot trace: it would go on without the trace
@@ -83,8 +83,7 @@ class AtOnce(Several, InPlace):
         whole: Any
         result: Any
         try:
-            c: Any = None
-            three = rest = None
+            three = None
             if (count := len(args)) == 2:
                 a, b = args
                 one, two = getattr(a, NAME, None), getattr(b, NAME, None)
@@ -97,7 +96,13 @@ class AtOnce(Several, InPlace):
                     count = 0
             elif count == 3:
                 a, b, c = args
-                one, two = getattr(a, NAME, None), getattr(b, NAME, None)
+                one, two, three = getattr(a, NAME, None), getattr(b, NAME, None), getattr(c, NAME, None)
+                if (
+                    type(c) not in SIMPLE and not simple((c,))
+                    if three is None
+                    else ((at := c._version) and at != getattr(c, NOTED_AT, 0)) or (three.plain and c.requires_grad)
+                ):
+                    three = False
             elif count and getattr(args[0], NAME, None) is not None:
                 a, b, *rest = args
                 one, two, three = getattr(a, NAME, None), getattr(b, NAME, None), self._third(rest)
@@ -106,20 +111,10 @@ class AtOnce(Several, InPlace):
             if not count and args:
                 if len(a) == 2:
                     a, b = a
-                elif len(a) == 3:
-                    a, b, c = a
                 else:
                     a, b, *rest = a
                     three = self._third(rest)
                 one, two = getattr(a, NAME, None), getattr(b, NAME, None)
-            if c is not None:
-                three = getattr(c, NAME, None)
-                if (
-                    type(c) not in SIMPLE and not simple((c,))
-                    if three is None
-                    else ((at := c._version) and at != getattr(c, NOTED_AT, 0)) or (three.plain and c.requires_grad)
-                ):
-                    three = False
             short = self._short.get(func)
             if short is None or short.one is not one or short.two is not two or short.three is not three:  # noqa: SIM102
                 if short is not ASKS:
@@ -132,7 +127,9 @@ class AtOnce(Several, InPlace):
                 pass
             elif (
                 (
-                    b is not None
+                    ((of_b := b._version) and of_b != getattr(b, NOTED_AT, 0)) or (two.plain and b.requires_grad)
+                    if two is not None
+                    else b is not None
                     and (part := type(b)) not in SIMPLE
                     and not (
                         part is slice
@@ -140,9 +137,7 @@ class AtOnce(Several, InPlace):
                         and (b.stop is None or type(b.stop) in SIMPLE)
                         and b.step is None
                     )
-                    and not simple((b,))
-                    if two is None
-                    else ((of_b := b._version) and of_b != getattr(b, NOTED_AT, 0)) or (two.plain and b.requires_grad)
+                    and not simple(b if part is tuple else (b,))
                 )
                 or functorch_active()
                 or (
@@ -168,7 +163,7 @@ class AtOnce(Several, InPlace):
                             three is not None
                             and (
                                 self._wider(rest)
-                                if rest is not None
+                                if count != 3
                                 else (written := getattr(c.untyped_storage(), WRITTEN, None)) is not None
                                 and not no_wider(written, three, self.grid)
                             )
@@ -243,7 +238,13 @@ class AtOnce(Several, InPlace):
             else:
                 quick, given = False, args
                 if (place := short.narrow) >= 0:
-                    x, at_x = (a, at) if not place else (b, of_b) if place == 1 else (c, c._version)
+                    x, at_x = (
+                        (a, at)
+                        if not place
+                        else (b, of_b)
+                        if place == 1
+                        else (c := args[2] if count else rest[0], c._version)
+                    )
                     entry = self._pvaried.get(id(x))
                     try:  # as `_varied_before` does it, of a leaf for which the same was asked last
                         quick = (
