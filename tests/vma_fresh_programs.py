@@ -134,6 +134,7 @@ def functions_of_lists() -> list[Any]:
                 for run in into:
                     found += tried(lambda: run(a, b), lambda: [each * 1.0 for each in a])
     for _ in range(3):
+        w = weight()
         z = w * 2.0
         for _ in range(2):
             torch._foreach_mul_([z], 2.0)
