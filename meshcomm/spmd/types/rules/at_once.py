@@ -28,7 +28,7 @@ from meshcomm.spmd.types.core import untraceable
 from meshcomm.spmd.types.foreign_memory import lent
 from meshcomm.spmd.types.grids import ANYWHERE, wrote
 from meshcomm.spmd.types.rules.in_place import NOT_SEEN, InPlace, in_graph_of
-from meshcomm.spmd.types.rules.operands import SIMPLE
+from meshcomm.spmd.types.rules.operands import SIMPLE, versions_of
 from meshcomm.spmd.types.rules.several import Several
 from meshcomm.spmd.types.rules.short import ASKS, SEVERAL, Args, Short, flat_of, simple
 from meshcomm.spmd.types.rules.torch_rules import COMPUTES, KINDS, MAKES, READS_ROWS, Kind, in_order
@@ -444,7 +444,10 @@ class AtOnce(Several, InPlace):
         transformed = functorch_active()
         if whole is None or (transformed and (slow or uneven or flat is not args or kind.shares)):
             return self._operation(kind, func, args, kwargs), None, False, False, 0
-        if self._not_at_once(kind, None if uneven else whole, args, kwargs) or (kind.host and (uneven or whole.axes)):
+        into = [] if kind.silent is None else kind.silent(args, kwargs or {})
+        if into and not [x for x in into if not self._stays_so(x, args)]:
+            changes = versions_of(into)
+        elif self._not_at_once(kind, None if uneven else whole, args, kwargs) or (kind.host and (uneven or whole.axes)):
             if kind.may_write and kind.drops is None and not uneven:
                 return self._in_place(kind, func, args, kwargs, False), None, False, False, 0
             return self._operation(kind, func, args, kwargs), None, False, False, 0
@@ -473,6 +476,8 @@ class AtOnce(Several, InPlace):
             if given is not args:
                 self._not_into_varied(error, kind.name)
             raise
+        if into:
+            self._saw(into, changes)
         if kind.shares or fresh:
             self._note_more(kind, args[0], result)
         if transformed:

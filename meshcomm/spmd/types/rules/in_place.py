@@ -63,10 +63,7 @@ class InPlace(Shorts, Writes):
                 and not (whole is not None and self._draws_own(whole))
                 and kind.drops(args, kwargs or {})
             )
-            or (
-                kind.silent is not None
-                and bool([x for x in kind.silent(args, kwargs or {}) if not self._stays_so(x, args)])
-            )
+            or (kind.silent is not None and bool(kind.silent(args, kwargs or {})))
         )
 
     def _in_place(self, kind: Kind, func: Any, args: Args, kwargs: Any, short: Any) -> Any:
@@ -164,7 +161,7 @@ class InPlace(Shorts, Writes):
         )
 
     def _stays_so(self, x: Any, others: Args) -> bool:
-        """Whether nothing is to be noted where ``x`` is computed of these."""
+        """Whether no type is to be noted where ``x`` is computed of these."""
         mine = getattr(x, NAME)
         if mine.axes and not is_written(x.untyped_storage(), mine, self.grid):
             return False
