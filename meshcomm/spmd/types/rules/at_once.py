@@ -64,7 +64,7 @@ class AtOnce(Several, InPlace):
             return self._operation(KINDS[func], func, args, kwargs)
         if kwargs:
             for value in kwargs.values():
-                if type(value) not in SIMPLE and not simple((value,)):
+                if type(value) not in SIMPLE and (getattr(value, NAME, None) is not None or not simple((value,))):
                     if (kind := KINDS[func]).names and (ordered := in_order(kind, args, kwargs)) is not None:
                         args, kwargs = ordered, None
                         break

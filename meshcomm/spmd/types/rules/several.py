@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from meshcomm._torch import unwrap_if_dead
-from meshcomm.runtime.callsite import is_ours, outermost
+from meshcomm.runtime.callsite import outermost
 from meshcomm.spmd.types.core import Core
 from meshcomm.spmd.types.rules.operands import same_place
 from meshcomm.spmd.types.rules.short import SEVERAL, Args
@@ -32,11 +32,7 @@ class Several(Core):
         joined: Any = self._joined.get(types, _NOWHERE)
         if type(joined) is Type:
             return joined
-        found = joined.get((id(frame.f_code), frame.f_lasti, name))
-        if found is not None:
-            return found[1]  # type: ignore[no-any-return]
-        if is_ours(frame.f_code.co_filename):
-            frame = outermost(frame)
+        frame = outermost(frame)
         place = id(frame.f_code), frame.f_lasti, name
         found = joined.get(place)
         return self._join(types, name, place, frame) if found is None else found[1]

@@ -177,7 +177,7 @@ class Shorts:
                 elif found is not None:
                     row = [found, mine]
                 found = mine
-        return found if row is None else one_row(row)
+        return found if row is None else _rows.get(tuple(row)) or one_row(row)
 
 
 def one_row(types: Sequence[Type]) -> Any:

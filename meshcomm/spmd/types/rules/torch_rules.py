@@ -375,9 +375,11 @@ def _silent(func: Any, name: str) -> Callable[[tuple[Any, ...], dict[str, Any]],
     if name not in STATISTICS:
         return None
     if func is functional.batch_norm:  # it is given these by position, if by anybody
-        return lambda args, kwargs: [
-            x for x in args[1:3] if isinstance(x, Tensor) and (args[5] if len(args) > 5 else kwargs.get("training"))
-        ]
+        return lambda args, kwargs: (
+            [x for x in args[1:3] if isinstance(x, Tensor)]
+            if (args[5] if len(args) > 5 else kwargs.get("training"))
+            else []
+        )
     forms = forms_of(func)
 
     def silent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
