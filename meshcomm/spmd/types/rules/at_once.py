@@ -144,7 +144,10 @@ class AtOnce(Several, InPlace):
                     short.mark is not (mark := wrote.mark)
                     and (short.looked is mark or self._looks(short, mark))
                     and (
-                        (
+                        (written := getattr(b.untyped_storage(), WRITTEN, None)) is not None
+                        and not no_wider(written, two, self.grid)
+                        if not short.more
+                        else (
                             short.asks
                             and (kwargs or not short.named)
                             and self._not_at_once(short, short.whole, args, kwargs)

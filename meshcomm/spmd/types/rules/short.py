@@ -39,9 +39,9 @@ class Short:
     """How an operation is seen on operands of these types, beside simple values."""
 
     __slots__ = (
-        "alone", "asks", "drops", "graph", "in_place", "joins", "lacks", "looked", "mark", "met", "name", "named",
-        "narrow", "notes", "one", "one_kernel", "random", "reads", "shares", "silent", "three", "two", "unless",
-        "varies", "whole", "wide_one", "wide_two", "within",
+        "alone", "asks", "drops", "graph", "in_place", "joins", "lacks", "looked", "mark", "met", "more", "name",
+        "named", "narrow", "notes", "one", "one_kernel", "random", "reads", "shares", "silent", "three", "two",
+        "unless", "varies", "whole", "wide_one", "wide_two", "within",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, found: Sequence[Type | None], whole: Type | None, grid: Grid) -> None:
@@ -69,6 +69,8 @@ class Short:
         """When it was last found to be otherwise: what was written into each operand is looked at."""
         self.wide_one = self.wide_two = False
         """Whether what was written into the first and the second one is looked at then."""
+        self.more = True
+        """More than that is looked at, or something else than the second one."""
         self.met: tuple[CodeType | None, int, Any] = None, 0, None
         """What they make together at an instruction, if that depends on where they meet: the last one of a user's."""
         self.unless = kind.unless if kind.fresh or kind.sized != 1 + (len(types) < 2) else None
@@ -126,6 +128,7 @@ class Shorts:
                 found = found[:1]
             short = Short(kind, found, whole if type(whole) is Type else None, self.grid)
             short.two, short.three = two, three
+            short.more = short.asks or two is None or three is not None
             if short.in_place:
                 short.joins = not all([each.plain for each in types[1:]])  # noqa: C419 -- as above
             uneven = [each for each in types if each.sort is not types[0].sort]
@@ -141,7 +144,7 @@ class Shorts:
             return False
         # Never back to False: another rank's thread may have read what was written later than this one.
         if short.reads and short.one is not None and not written <= short.one.axes:
-            short.wide_one = True
+            short.more = short.wide_one = True
         if short.two is not None and not written <= short.two.axes:
             short.wide_two = True
         short.looked = mark
