@@ -213,6 +213,25 @@ def any_number() -> list[Any]:
     )
 
 
+def attention() -> list[Any]:
+    x, mask, found = of("dp", 2, 3, 4), mc.mark_varying(torch.zeros(3, 3), ()), []
+    torch.manual_seed(0)
+    with mc.check_vma(False):
+        modules = [nn.MultiheadAttention(4, 2, drop, batch_first=True) for drop in (0.0, 0.5)]
+        modules.append(nn.MultiheadAttention(4, 2, add_bias_kv=True, kdim=4, vdim=4, batch_first=True))
+        modules[1].eval()
+    for module in modules:
+        mc.mark_varying(module, ())
+        leaves = [*module.parameters()]
+        for _ in range(4):
+            for q, k in ((x, x), (x, mask.new_ones(2, 3, 4)), (mask.new_ones(2, 3, 4), x)):
+                y, weights = module(q, k, k, attn_mask=mask)
+                z, _ = module(q, k, k, need_weights=False)
+                found += [y, weights, z, *torch.autograd.grad((y * y + z).sum(), leaves)]
+    modules[1].train()
+    return found + tried(lambda: modules[1](x, x, x))
+
+
 def many_leaves() -> list[Any]:
     """More than those of which a pvary is remembered."""
     x, leaves, found = of("dp"), [weight() for _ in range(70)], []
@@ -328,7 +347,7 @@ def transformed() -> list[Any]:
 FRESH_PROGRAMS: dict[str, Callable[[], list[Any]]] = {
     each.__name__.replace("_", " "): each
     for each in (
-        written_first, written_in_a_graph, told_to_write, functions_of_lists, statistics, any_number, many_leaves, steps,
+        written_first, written_in_a_graph, told_to_write, functions_of_lists, statistics, any_number, attention, many_leaves, steps,
         flipped, with_and_without_a_graph, asked_of_values, transformed,
     )
 }  # fmt: skip

@@ -243,7 +243,7 @@ _PURE = frozenset(
         hardtanh hardswish hardsigmoid glu layer_norm group_norm batch_norm rms_norm normalize pad embedding dropout
         cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy
         binary_cross_entropy_with_logits margin_ranking_loss triplet_margin_loss cosine_embedding_loss soft_margin_loss
-        poisson_nll_loss
+        poisson_nll_loss multi_head_attention_forward
         adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
         adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices
         max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices
@@ -259,7 +259,9 @@ _PURE = frozenset(
 """Functions that have no schema and write into nothing, unless ``_unless`` says so: what most models call."""
 
 
-_BY_NAME = words("layer_norm rms_norm group_norm batch_norm cross_entropy nll_loss binary_cross_entropy")
+_BY_NAME = words(
+    "multi_head_attention_forward layer_norm rms_norm group_norm batch_norm cross_entropy nll_loss binary_cross_entropy"
+)
 
 
 def in_order(kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
