@@ -19,6 +19,7 @@ from meshcomm.spmd.types.core import WHERE
 from meshcomm.spmd.types.rules.at_once import AtOnce
 from meshcomm.spmd.types.rules.attributes import Attributes
 from meshcomm.spmd.types.rules.collectives import Collectives
+from meshcomm.spmd.types.rules.foreach import Foreach
 from meshcomm.spmd.types.rules.functions import Functions, watch_all
 from meshcomm.spmd.types.rules.operands import (
     differentiated,
@@ -29,7 +30,7 @@ from meshcomm.spmd.types.sizes.varying_numbers import Varying
 from meshcomm.watch import here
 
 
-class Checker(Functions, Attributes, Sizes, Collectives, AtOnce):
+class Checker(Functions, Attributes, Sizes, Collectives, Foreach, AtOnce):
     """Tracks what runs on this thread while it is entered, as the part of one rank of a mesh."""
 
     # torch looks this up at each operation, by a name that it makes anew and that no cache of Python's has: where it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -70,7 +70,7 @@ from meshcomm.watch import here
 WHERE = "check_vma"
 _MARK = "mc.mark_varying(x, axes) says along which axes it varies, () for none"
 _MOST = 1024
-"""Places where random numbers are drawn that are remembered."""
+"""Types that are remembered by the places where they are made."""
 _OFTEN = 8
 """A view with less than this part of its tensor is varied alone: the sum of the whole would send too much."""
 
@@ -87,20 +87,22 @@ class Core(Remembered, TorchFunctionMode):
         self._joined, self._short = self.grid.joined, self.grid.short  # a step is checked by a checker of its own
         self._known: dict[int, tuple[Tensor, Type, int]] = {}
         self._growing: dict[int, tuple[Tensor, Tensor]] = {}
-        self._outer: list[Any] = []
+        self._outer: list[tuple[Any, dict[str, Any]]] = []
+        self._thread: dict[str, Any] = {"watcher": None}
+        """What is known of the thread that has entered it last: ``here``, which is asked at each operation."""
         self._entered = self.passed = moment()
 
     def __enter__(self) -> Self:
         if not self._outer:
             self._entered = moment()
-        self._outer.append(here.watcher)
-        here.watcher = self  # type: ignore[assignment]
+        self._outer.append((here.watcher, self._thread))
+        here.watcher, self._thread = self, vars(here)  # type: ignore[assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
-        here.watcher = self._outer.pop()
+        here.watcher, self._thread = self._outer.pop()
         if not self._outer:
             if self._pvaried:
                 self._forget_all()
@@ -259,16 +261,21 @@ class Core(Remembered, TorchFunctionMode):
 
     def _random(self, name: str) -> Type:
         axes = self._drawn_along()
-        if not axes:
-            return INVARIANT
+        return self._begun_here(name, axes) if axes else INVARIANT
+
+    def _begun_here(self, name: str, axes: frozenset[str]) -> Type:
+        """The type of what varies along these axes since here."""
+        return self._here(name, axes, lambda origin: Type(dict.fromkeys(axes, origin)))
+
+    def _here(self, name: str, of: object, make: Callable[[Origin], Type]) -> Type:
+        """The type that is made ``of`` something here: the same one each time."""
         frame = outermost(sys._getframe(1))
-        place = id(frame.f_code), frame.f_lasti, name, axes
-        found = self.grid.drawn.get(place)
+        place = id(frame.f_code), frame.f_lasti, name, of
+        found = self.grid.here.get(place)
         if found is None:
-            if len(self.grid.drawn) >= _MOST:
-                self.grid.drawn.clear()
-            kind = Type(dict.fromkeys(axes, Origin(name, call_site())), grid=self.grid)
-            found = self.grid.drawn[place] = frame.f_code, kind
+            if len(self.grid.here) >= _MOST:
+                self.grid.here.clear()
+            found = self.grid.here[place] = frame.f_code, make(Origin(name, call_site())).placed_on(self.grid)
         return found[1]
 
     def _draws_own(self, kind: Type) -> bool:

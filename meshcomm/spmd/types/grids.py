@@ -42,8 +42,8 @@ class Grid:
         """What types on it make together, for who joins them."""
         self.given: dict[Any, Any] = {}
         """What collectives over its axes make of types, for who calls them."""
-        self.drawn: dict[Any, Any] = {}
-        """The types of random numbers, by where they are drawn."""
+        self.here: dict[Any, Any] = {}
+        """The types of random numbers, of what is written, and of gradients, by where these are made."""
         self.short: dict[Any, Any] = {}
         """How operations on operands of types on it are seen, for who sees them."""
         self.written = ANY if wrote.any else frozenset()
@@ -120,9 +120,11 @@ def grid_of(mesh: HasGrid) -> Grid:
 
 def written_along(axes: frozenset[str], on: Grid | None) -> None:
     """What varies along these axes of a grid is about to be noted as written; None: along which is not known."""
+    if on is not None and axes and axes <= on.written:
+        return
     with _lock:
         wrote.any = True
-        for grid in _grids.values():
+        for grid in sorted(_grids.values(), key=lambda grid: grid is on):  # who finds it on this one looks no further
             more = axes if grid is on else ANY
             if not more <= grid.written:
                 grid.written |= more

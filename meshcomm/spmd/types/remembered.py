@@ -30,7 +30,7 @@ class Varied:
         self.wrapped = False
         """Some of it was made under a transform of torch.func, which may have ended."""
         self.newest = False
-        """None is to be forgotten later."""
+        """It was used since the last one was made, or is never forgotten."""
         self.again: frozenset[str] | None = None
         """The axes of the one that was asked for last, ``varied``, if ``x`` is a leaf and nothing was wrapped."""
         self.varied: Tensor | None = None
@@ -55,9 +55,10 @@ class Remembered:
         self._pvaried: dict[int, Varied] = {}
         """By id, the tensors of which a pvary was made."""
         self._lately: OrderedDict[int, Varied] = OrderedDict()
-        """Those of them that are forgotten with the next backward, or earlier: the last one was used last."""
-        self._newest: Varied | None = None
-        """The last one, as long as it is there."""
+        """Those of them that are forgotten with the next backward, or earlier: when the last one was made, they stood
+        in the order of use."""
+        self._newest: list[Varied] = []
+        """Those of these that were used since."""
 
     def _remembered(self, x: Tensor) -> Varied:
         key = id(x)
@@ -69,6 +70,11 @@ class Remembered:
             if isinstance(x, Parameter) or key in self._given_as:
                 entry.newest = True
             else:  # it may have ended for everybody else
+                for used in self._newest:
+                    used.newest = False
+                    self._lately.move_to_end(id(used.x))
+                self._newest.clear()
+                self._lately[key] = entry
                 self._use(entry)
                 if len(self._lately) > _LATELY:
                     del self._pvaried[self._lately.popitem(last=False)[0]]
@@ -77,19 +83,15 @@ class Remembered:
         return entry
 
     def _use(self, entry: Varied) -> None:
-        """It is used now, later than all others that are remembered for some time."""
-        if self._newest is not None:
-            self._newest.newest = False
-        self._newest, entry.newest = entry, True
-        key = id(entry.x)
-        self._lately[key] = entry
-        self._lately.move_to_end(key)
+        """It is used now, later than all others that were not used since the last one was made."""
+        self._newest.append(entry)
+        entry.newest = True
 
     def _forget_lately(self) -> None:
         """Hold nothing that was made of what may have ended."""
         for key in self._lately:
             self._pvaried.pop(key, None)
-        self._newest = None
+        self._newest.clear()
         self._lately.clear()
 
     def _forget_all(self) -> None:
@@ -101,5 +103,5 @@ class Remembered:
         """Hold nothing that was made of these tensors."""
         for x in tensors:
             self._pvaried.pop(id(x), None)
-            if self._lately.pop(id(x), None) is self._newest:
-                self._newest = None
+            if (entry := self._lately.pop(id(x), None)) is not None and entry.newest:
+                self._newest.remove(entry)

@@ -27,13 +27,13 @@ from meshcomm.runtime.callsite import is_ours
 from meshcomm.spmd.types.core import untraceable
 from meshcomm.spmd.types.foreign_memory import lent
 from meshcomm.spmd.types.grids import ANYWHERE, wrote
-from meshcomm.spmd.types.rules.in_place import InPlace
-from meshcomm.spmd.types.rules.operands import SIMPLE
+from meshcomm.spmd.types.rules.in_place import NOT_SEEN, InPlace, in_graph_of
+from meshcomm.spmd.types.rules.operands import SIMPLE, versions_of
 from meshcomm.spmd.types.rules.several import Several
-from meshcomm.spmd.types.rules.short import ASKS, NUMBERS, SEVERAL, Args, Short, flat_of, simple
+from meshcomm.spmd.types.rules.short import ASKS, SEVERAL, Args, Short, flat_of, simple
 from meshcomm.spmd.types.rules.torch_rules import COMPUTES, KINDS, MAKES, READS_ROWS, Kind, in_order
 from meshcomm.spmd.types.rules.writes import gradients
-from meshcomm.spmd.types.seen_changes import AGAIN, NOTED_AT, saw, stamp
+from meshcomm.spmd.types.seen_changes import AGAIN, NOTED_AT, Again, saw, stamp
 from meshcomm.spmd.types.sizes.size_rules import may_size
 from meshcomm.spmd.types.sizes.varying_numbers import made, plain
 from meshcomm.spmd.types.vma import (
@@ -55,7 +55,7 @@ class AtOnce(Several, InPlace):
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         # All in one: a call of Python is what two of these look-ups cost.
-        if here.watcher is not self:  # type: ignore[comparison-overlap]
+        if self._thread["watcher"] is not self:  # as `here` says it, which takes four times as long
             kwargs = kwargs or {}
             return func(*plain(args), **plain(kwargs)) if made.any else func(*args, **kwargs)
         if is_dynamo_compiling():  # before what it cannot trace: it would go on without the trace
@@ -64,7 +64,7 @@ class AtOnce(Several, InPlace):
             return self._operation(KINDS[func], func, args, kwargs)
         if kwargs:
             for value in kwargs.values():
-                if type(value) not in SIMPLE and not simple((value,)):
+                if type(value) not in SIMPLE and (getattr(value, NAME, None) is not None or not simple((value,))):
                     if (kind := KINDS[func]).names and (ordered := in_order(kind, args, kwargs)) is not None:
                         args, kwargs = ordered, None
                         break
@@ -77,26 +77,23 @@ class AtOnce(Several, InPlace):
         again: Any
         entry: Any
         short: Any
+        rest: Any
+        x: Any
+        given: Any
         whole: Any
         result: Any
         try:
-            three = c = None
+            three = None
             if (count := len(args)) == 2:
                 a, b = args
                 one, two = getattr(a, NAME, None), getattr(b, NAME, None)
-                if one is None and two is None and type(a) in SEVERAL and len(a) == 2 and type(b) is int:
-                    a, b = a  # a list, and a dim
-                    one, two, count = getattr(a, NAME, None), getattr(b, NAME, None), 0
+                if one is None and two is None and type(a) in SEVERAL and len(a) > 1 and type(b) is int:
+                    count = 0  # a list, and a dim
             elif count == 1:
                 a = args[0]
                 b = two = None
-                if (one := getattr(a, NAME, None)) is None and type(a) in SEVERAL:
-                    if len(a) == 2:
-                        a, b = a
-                        one, two = getattr(a, NAME, None), getattr(b, NAME, None)
-                    elif len(a) == 3:
-                        a, b, c = a
-                        one, two, three = getattr(a, NAME, None), getattr(b, NAME, None), self._third((c,))
+                if (one := getattr(a, NAME, None)) is None and type(a) in SEVERAL and len(a) > 1:
+                    count = 0
             elif count == 3:
                 a, b, c = args
                 one, two, three = getattr(a, NAME, None), getattr(b, NAME, None), getattr(c, NAME, None)
@@ -111,6 +108,13 @@ class AtOnce(Several, InPlace):
                 one, two, three = getattr(a, NAME, None), getattr(b, NAME, None), self._third(rest)
             else:
                 a = b = one = two = None
+            if not count and args:
+                if len(a) == 2:
+                    a, b = a
+                else:
+                    a, b, *rest = a
+                    three = self._third(rest)
+                one, two = getattr(a, NAME, None), getattr(b, NAME, None)
             short = self._short.get(func)
             if short is None or short.one is not one or short.two is not two or short.three is not three:  # noqa: SIM102
                 if short is not ASKS:
@@ -123,7 +127,9 @@ class AtOnce(Several, InPlace):
                 pass
             elif (
                 (
-                    b is not None
+                    ((of_b := b._version) and of_b != getattr(b, NOTED_AT, 0)) or (two.plain and b.requires_grad)
+                    if two is not None
+                    else b is not None
                     and (part := type(b)) not in SIMPLE
                     and not (
                         part is slice
@@ -131,16 +137,21 @@ class AtOnce(Several, InPlace):
                         and (b.stop is None or type(b.stop) in SIMPLE)
                         and b.step is None
                     )
-                    and not simple((b,))
-                    if two is None
-                    else ((of_b := b._version) and of_b != getattr(b, NOTED_AT, 0)) or (two.plain and b.requires_grad)
+                    and not simple(b if part is tuple else (b,))
                 )
                 or functorch_active()
                 or (
                     short.mark is not (mark := wrote.mark)
                     and (short.looked is mark or self._looks(short, mark))
                     and (
-                        (short.asks and self._not_at_once(short, short.whole, args, kwargs))
+                        (written := getattr(b.untyped_storage(), WRITTEN, None)) is not None
+                        and not no_wider(written, two, self.grid)
+                        if not short.more
+                        else (
+                            short.asks
+                            and (kwargs or not short.named)
+                            and self._not_at_once(short, short.whole, args, kwargs)
+                        )
                         or (
                             short.wide_two
                             and (written := getattr(b.untyped_storage(), WRITTEN, None)) is not None
@@ -154,8 +165,8 @@ class AtOnce(Several, InPlace):
                         or (
                             three is not None
                             and (
-                                self._wider(args)
-                                if c is None
+                                self._wider(rest)
+                                if count != 3
                                 else (written := getattr(c.untyped_storage(), WRITTEN, None)) is not None
                                 and not no_wider(written, three, self.grid)
                             )
@@ -168,16 +179,24 @@ class AtOnce(Several, InPlace):
                 if ((at := a._version) and at != getattr(a, NOTED_AT, 0)) or (one.plain and a.requires_grad):
                     short = False
             elif short.in_place:
-                base = None
-                if (again := getattr(a, AGAIN, None)) is None and getattr(base := a._base, NAME, None) is one:
-                    again = getattr(base, AGAIN, None)  # views count together with what they are of
+                base = first = None
+                if (again := getattr(a, AGAIN, None)) is None:
+                    if (base := a._base) is None:
+                        if not vars(a.untyped_storage()) and type(a) is Tensor and not a._version:
+                            again = first = Again(one, self.grid, [0, 0], 0)
+                    elif getattr(base, NAME, None) is one:
+                        again = getattr(base, AGAIN, None)  # views count together with what they are of
                 if (
                     again is None
                     or (at := again.at) != a._version
                     or again.kind is not one
-                    or getattr(a.untyped_storage(), AGAIN, None) is not again
+                    or (first is None and getattr(a.untyped_storage(), AGAIN, None) is not again)
                     or lent
-                    or (a.requires_grad and (one.plain or is_grad_enabled() or not a.is_leaf))
+                    or (
+                        one.plain or not in_graph_of(a, one) or (short.joins and not is_grad_enabled())
+                        if a.requires_grad
+                        else short.joins or not one.plain
+                    )
                 ):
                     short = False
             elif not simple(args if one is None else args[1:]):
@@ -195,6 +214,8 @@ class AtOnce(Several, InPlace):
             if not short.in_place:
                 return self._made(func, args, kwargs, short)
             result = func(*args, **kwargs) if kwargs else func(*args)
+            if first is not None:
+                self._first(a, again, short)
             span, after = again.span, a._version
             if span[1] == at:  # as saw does it
                 span[1] = again.at = a._meshcomm_version = after
@@ -211,16 +232,22 @@ class AtOnce(Several, InPlace):
                 frame = sys._getframe(1)
                 code, place, whole = short.met
                 if code is not frame.f_code or place != frame.f_lasti:
-                    met: Any = (one, two) if three is None else (one, three) if two is None else (one, two, three)
-                    whole = self._joined_here(met, short.name, frame)
+                    more = three if type(three) is tuple else () if three is None else (three,)
+                    whole = self._joined_here((one, *more) if two is None else (one, two, *more), short.name, frame)
                     if not is_ours(frame.f_code.co_filename):
                         short.met = frame.f_code, frame.f_lasti, whole
-            if (lacks := short.lacks) is None:
+            if (lacks := short.lacks) is None or not is_grad_enabled():
                 result = func(*args, **kwargs) if kwargs else func(*args)
             else:
                 quick, given = False, args
-                x, at_x = (b, of_b) if short.narrow > 0 else (a, at)
-                if short.narrow >= 0 and count == 2 and not kwargs and is_grad_enabled():
+                if (place := short.narrow) >= 0:
+                    x, at_x = (
+                        (a, at)
+                        if not place
+                        else (b, of_b)
+                        if place == 1
+                        else (c := args[2] if count else rest[0], c._version)
+                    )
                     entry = self._pvaried.get(id(x))
                     try:  # as `_varied_before` does it, of a leaf for which the same was asked last
                         quick = (
@@ -235,13 +262,15 @@ class AtOnce(Several, InPlace):
                     except RuntimeError:
                         quick = False
                 if not quick:
-                    if count == 2 and short.narrow >= 0 and (y := self._varied_before(x, at_x, lacks)) is not None:
-                        given = (a, y) if short.narrow else (y, b)
-                    else:
-                        given = self._evened_pair(short, whole, args, (a, b), at_x)
+                    given = self._evened_at_once(whole.axes, short.name, args)
+                elif count != 2 or kwargs:
+                    given = [*(args if count else args[0])]
+                    given[place] = entry.varied
+                    if not count:
+                        given = (given, *args[1:])
                 try:
-                    if quick:
-                        result = func(a, entry.varied) if short.narrow else func(entry.varied, b)
+                    if given is args and quick:
+                        result = func(a, entry.varied) if place else func(entry.varied, b)
                     else:
                         result = func(*given, **kwargs) if kwargs else func(*given)
                 except RuntimeError as error:
@@ -252,12 +281,17 @@ class AtOnce(Several, InPlace):
                     result._meshcomm_type = whole.seen(True) if whole.plain else whole
                     return result
             if short.one_kernel and (not types or type(result) is Tensor):
-                if short.graph and whole.plain == result.requires_grad:
-                    whole = whole.seen(whole.plain)
+                if short.graph:
+                    if whole.plain == result.requires_grad:
+                        whole = whole.seen(whole.plain)
+                elif short.notes:
+                    result._meshcomm_like = one
                 result._meshcomm_type = whole
                 return result
             if short.notes and (gradients.any or not (short.shares and one.plain)):
                 self._note_more(short, a, result)
+            if short.alone:
+                two = three = None
             graph = short.graph
         if type(result) is Tensor and getattr(result, NAME, None) is None:  # as note does it
             if (graph or (kwargs and "requires_grad" in kwargs)) and whole.plain == result.requires_grad:
@@ -286,18 +320,6 @@ class AtOnce(Several, InPlace):
         if result is not a:
             self._note_parts(result, whole, graph, args)
         return result
-
-    def _not_at_once(self, kind: Kind | Short, whole: Type | None, args: Args, kwargs: Any) -> bool:
-        """Whether such a call, on operands that are of this type together, goes the long way: it writes without saying
-        so, or mixes random numbers into what is the same on every rank.
-        """
-        if kind.random and kind.in_place:
-            return whole is not None and self._drawn_along() != whole.axes
-        return (kind.unless is not None and kind.unless(args, kwargs)) or (
-            kind.drops is not None
-            and not (whole is not None and self._draws_own(whole))
-            and kind.drops(args, kwargs or {})
-        )
 
     def _note_more(self, kind: Kind | Short, x: Tensor, result: Tensor) -> None:
         """Note what else there is of what has the memory of ``x``, or was made in its image."""
@@ -359,7 +381,13 @@ class AtOnce(Several, InPlace):
         if not way:
             if kind.asks:
                 self._short[func] = ASKS
-            return self._operation(kind, func, args, kwargs), None, False, False, 0
+            elif kind.getter:
+                return self._get(kind, func, args), None, False, False, 0
+            elif kind.setter and len(args) > 1 and args[1] is None:
+                return func(*args), None, False, False, 0
+            if not kind.each or (result := self._each_at_once(kind, func, args, kwargs)) is NOT_SEEN:
+                result = self._operation(kind, func, args, kwargs)
+            return result, None, False, False, 0
         if way is MAKES:
             known = bool(args) and kind.name.endswith("_like") and getattr(args[0], NAME, None) is not None
             if short is None and simple(args[known:]) and not kind.unless(args, kwargs):  # type: ignore[misc]
@@ -378,11 +406,7 @@ class AtOnce(Several, InPlace):
             for x in flat:
                 mine = getattr(x, NAME, None)
                 if mine is None:
-                    if (part := type(x)) in SIMPLE or (
-                        (type(x.start) in SIMPLE and type(x.stop) in SIMPLE and type(x.step) in SIMPLE)
-                        if part is slice
-                        else part in NUMBERS and simple(x)
-                    ):
+                    if type(x) in SIMPLE or simple((x,)):
                         continue
                     whole = None
                     break
@@ -423,7 +447,12 @@ class AtOnce(Several, InPlace):
         transformed = functorch_active()
         if whole is None or (transformed and (slow or uneven or flat is not args or kind.shares)):
             return self._operation(kind, func, args, kwargs), None, False, False, 0
-        if self._not_at_once(kind, None if uneven else whole, args, kwargs):
+        into = [] if kind.silent is None else kind.silent(args, kwargs or {})
+        if into and not [x for x in into if not self._stays_so(x, args)]:
+            changes = versions_of(into)
+        elif self._not_at_once(kind, None if uneven else whole, args, kwargs) or (kind.host and (uneven or whole.axes)):
+            if kind.may_write and kind.drops is None and not uneven:
+                return self._in_place(kind, func, args, kwargs, False), None, False, False, 0
             return self._operation(kind, func, args, kwargs), None, False, False, 0
         fresh = kind.fresh
         if fresh:
@@ -438,23 +467,20 @@ class AtOnce(Several, InPlace):
         if short is None:
             if kind.alike or fresh:
                 self._shorten(kind, func, args, joined)
-            elif flat is args or len(flat) == len(args) + 1 == 2 or (len(flat) == 3 and not uneven and len(args) == 1):
+            elif flat is args or (len(args) == 1 and len(flat) > 1):
                 self._shorten(kind, func, flat, joined)
-            elif len(flat) == len(args) + 1 == 3 and type(args[1]) is int:
-                self._shorten(kind, func, flat[:2], joined)
-        if (
-            uneven
-            and graph
-            and is_grad_enabled()
-            and (given := self._evened_at_once(whole.axes, kind.name, args, flat)) is None
-        ):
-            return self._operation(kind, func, args, kwargs), None, False, False, 0
+            elif len(args) == 2 and len(args[0]) > 1 and type(args[1]) is int:
+                self._shorten(kind, func, flat[:-1], joined)
+        if uneven and graph and is_grad_enabled():
+            given = self._evened_at_once(whole.axes, kind.name, args)
         try:
             result = func(*given, **kwargs) if kwargs else func(*given)
         except RuntimeError as error:
             if given is not args:
                 self._not_into_varied(error, kind.name)
             raise
+        if into:
+            self._saw(into, changes)
         if kind.shares or fresh:
             self._note_more(kind, args[0], result)
         if transformed:

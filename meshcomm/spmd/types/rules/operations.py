@@ -145,7 +145,7 @@ class Operations(Writes):
         whole, given = found[0], args
         for each in found:
             if each.sort is not whole.sort:
-                whole = join(found, kind.name)
+                whole = self._join_here(tuple(found), kind.name)
                 args, kwargs = self._evened(operands, found, whole, kind.name, args, kwargs)
                 break
         result = func(*args, **kwargs) if args is given else self._run(func, args, kwargs, kind.name, True)
@@ -268,7 +268,7 @@ class Operations(Writes):
             found.append(self._random(kind.name))
         if into:
             found += self._kept(target, count)
-        whole = join(found, kind.name) if found else INVARIANT
+        whole = self._join_here(tuple(found), kind.name) if found else INVARIANT
         given = args
         if whole.axes:
             if into:

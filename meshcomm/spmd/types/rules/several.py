@@ -4,16 +4,17 @@ varies what lacks axes.
 
 from __future__ import annotations
 
+import sys
 from types import CodeType, FrameType
 from typing import Any
 
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 
 from meshcomm._torch import unwrap_if_dead
-from meshcomm.runtime.callsite import is_ours, outermost
+from meshcomm.runtime.callsite import outermost
 from meshcomm.spmd.types.core import Core
 from meshcomm.spmd.types.rules.operands import same_place
-from meshcomm.spmd.types.rules.short import SEVERAL, Args, Short
+from meshcomm.spmd.types.rules.short import SEVERAL, Args
 from meshcomm.spmd.types.vma import NAME, Type, join
 
 _NOWHERE: dict[Any, Any] = {}
@@ -31,64 +32,45 @@ class Several(Core):
         joined: Any = self._joined.get(types, _NOWHERE)
         if type(joined) is Type:
             return joined
-        found = joined.get((id(frame.f_code), frame.f_lasti, name))
-        if found is not None:
-            return found[1]  # type: ignore[no-any-return]
-        if is_ours(frame.f_code.co_filename):
-            frame = outermost(frame)
+        frame = outermost(frame)
         place = id(frame.f_code), frame.f_lasti, name
         found = joined.get(place)
         return self._join(types, name, place, frame) if found is None else found[1]
 
-    def _evened_at_once(self, axes: frozenset[str], name: str, args: Args, flat: Args) -> Any:
-        """The arguments, of which all types are known as of now, with a pvary of what is to be varied to vary along
-        these axes; None if these are no operands but a list of them.
+    def _join_here(self, types: tuple[Type, ...], name: str) -> Type:
+        """The same, by the user's instruction that has led here, if any."""
+        return self._joined_here(types, name, sys._getframe(1))
+
+    def _evened_at_once(self, axes: frozenset[str], name: str, args: Args) -> Args:
+        """The arguments, of which the first may be a list, and all types are known as of now, with a pvary of what is
+        to be varied to vary along these axes.
         """
         given: Any = None
+        rows = type(args[0]) in SEVERAL
+        flat = args[0] if rows else args
         for i, x in enumerate(flat):
             mine = getattr(x, NAME, None)
             if mine is None or mine.axes is axes or not x.requires_grad:
                 continue
-            if flat is not args:
-                return None
-            lacks, at = axes - mine.axes, x._version
+            lacks, at = axes - mine.axes if mine.axes else axes, x._version
             entry, y = self._pvaried.get(id(x)), None
-            if entry is not None and entry.again == lacks and entry.newest and entry.version == at:
+            if (
+                entry is not None
+                and (entry.again is lacks or entry.again == lacks)
+                and entry.newest
+                and entry.version == at
+            ):
                 try:  # as `_varied_before` does it, of a leaf for which the same was asked last
                     y = entry.varied if x.dtype is entry.dtype and entry.lies_as(x) else None
                 except RuntimeError:
                     y = None
             if y is None and (y := self._varied_before(x, at, lacks)) is None:
-                if not is_grad_enabled():
-                    continue
                 operands = [each for each in flat if getattr(each, NAME, None) is not None]
                 y = self.vary(x, lacks, name, operands, [getattr(each, NAME) for each in operands])
             if given is None:
-                given = list(args)
+                given = list(flat)
             given[i] = y
-        return args if given is None else tuple(given)
-
-    def _evened_pair(self, short: Short, whole: Type, args: Args, pair: Args, at: int) -> Args:
-        """The arguments, which begin with these two operands or are a list of them, with a pvary of each that lacks
-        axes, if it has a gradient. ``at``: how often the one was changed, if it is one.
-        """
-        if short.narrow < 0:
-            flat = pair if type(args[0]) in SEVERAL else args
-            given = self._evened_at_once(whole.axes, short.name, flat, flat)
-        else:
-            x = pair[short.narrow]
-            assert short.lacks is not None
-            if not x.requires_grad:
-                return args
-            y = self._varied_before(x, at, short.lacks)
-            if y is None:
-                if not is_grad_enabled():
-                    return args
-                y = self.vary(x, short.lacks, short.name, pair, [getattr(each, NAME) for each in pair])
-            given = (pair[0], y) if short.narrow else (y, pair[1])
-            if len(args) > 2:
-                given = (*given, *args[2:])
-        return ([*given], *args[1:]) if type(args[0]) in SEVERAL else given
+        return args if given is None else (given, *args[1:]) if rows else given
 
     def _varied_before(self, x: Tensor, at: int, axes: frozenset[str]) -> Tensor | None:
         """The pvary of ``x``, changed so often, that vary would give, if it was made before."""

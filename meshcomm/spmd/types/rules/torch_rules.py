@@ -45,14 +45,20 @@ EACH = frozenset(["broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "
 SETTLES = words(
     """
     requires_grad_ detach_ squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_ as_strided_ share_memory_
-    _coalesced_ data_ptr retain_grad register_hook register_post_accumulate_grad_hook dim ndimension size stride numel
-    nelement element_size storage_offset is_complex is_floating_point is_contiguous is_conj is_neg is_inference
-    is_signed is_pinned is_shared is_same_size is_set_to get_device __len__ untyped_storage
+    _coalesced_ _set_grad_enabled data_ptr retain_grad register_hook register_post_accumulate_grad_hook dim
+    ndimension size stride numel nelement element_size storage_offset is_complex is_floating_point is_contiguous
+    is_conj is_neg is_inference is_signed is_pinned is_shared is_same_size is_set_to get_device __len__
+    untyped_storage
     """
 )
-"""Ask, or change, how a tensor is seen, and no values."""
+"""Ask, or change, how tensors are seen, and no values."""
 
-PLAIN = words("shape dtype device ndim layout requires_grad is_leaf is_cpu is_cuda grad_fn nbytes itemsize names")
+PLAIN = words(
+    """
+    shape dtype device ndim layout requires_grad is_leaf is_cpu is_cuda grad_fn nbytes itemsize names is_sparse
+    is_sparse_csr is_nested is_quantized is_mkldnn is_meta is_mps is_xla is_xpu is_mtia retains_grad output_nr
+    """
+)
 """Attributes that are no tensors."""
 
 VIEWS = frozenset(["T", "mT", "H", "mH", "real", "imag"])
@@ -140,6 +146,8 @@ class Kind:
     """Of its arguments, if it is a function of Python that is seen at once and hands on tensors by name."""
     unless: Callable[[tuple[Any, ...], dict[str, Any] | None], bool] | None = None
     """Whether a call of it is none of those that are seen at once."""
+    may_write: bool = False
+    """Such a call computes in place."""
     way: int = 0
     """How to see at once what it does, where all types are known: one of those below, or 0."""
 
@@ -190,6 +198,10 @@ def _kind(func: Any) -> Kind:
     ordinary = replace(kind, name="", from_data=False, sized=0) == Kind("")
     way = COMPUTES if kind.computes else 0
     nearly = replace(kind, name="", alike=False, fresh=False, shares=False, drops=None, from_data=False, sized=0)
+    if func is functional.batch_norm:
+        nearly = replace(nearly, silent=None)
+    if name in HOST - LENDS:
+        nearly = replace(nearly, host=False)
     if (
         nearly == Kind("")
         and (kind.sized != 1 or name == "where")
@@ -203,9 +215,10 @@ def _kind(func: Any) -> Kind:
         kind,
         ordinary=ordinary,
         way=way,
-        one_kernel=own and way in (READS, READS_ROWS) and name in _ONE_KERNEL,
+        one_kernel=own and way in (READS, READS_ROWS) and (kind.fresh or name in _ONE_KERNEL),
         counts=name in _COUNTS,
         unless=_unless(func, kind) if way else None,
+        may_write=way == READS and _place_of("inplace", func) >= 0,
         names=tuple(inspect.signature(func).parameters) if way and name in _BY_NAME and func in _PURE else (),
     )
 
@@ -226,26 +239,36 @@ _MAKES = words(
 _PURE = frozenset(
     [getattr(functional, name) for name in words(
         """
-        softmax log_softmax softmin softsign tanhshrink relu relu6 elu selu celu silu mish leaky_relu hardtanh hardswish
-        hardsigmoid glu layer_norm group_norm rms_norm normalize pad embedding dropout cross_entropy nll_loss mse_loss
-        l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits
+        softmax log_softmax softmin softsign tanhshrink sigmoid tanh relu relu6 elu selu celu silu mish leaky_relu
+        hardtanh hardswish hardsigmoid glu layer_norm group_norm batch_norm rms_norm normalize pad embedding dropout
+        cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy
+        binary_cross_entropy_with_logits margin_ranking_loss triplet_margin_loss cosine_embedding_loss soft_margin_loss
+        poisson_nll_loss multi_head_attention_forward
+        adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
+        adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices
+        max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices
+        lp_pool1d lp_pool2d lp_pool3d interpolate grid_sample affine_grid local_response_norm unfold fold
         """
     )] + [getattr(Tensor, name) for name in words(
         """
         float half bfloat16 double int long short bool cpu norm sort split unflatten __eq__ __pow__ __rpow__ __rsub__
         __rdiv__ __rtruediv__ __floordiv__ __rfloordiv__ __rmod__ __matmul__ __rmatmul__ __and__ __or__ __xor__
         """
-    )]
+    )] + [torch.einsum, torch.tensordot, torch.cdist, torch.block_diag, torch.norm, torch.split]
 )  # fmt: skip
 """Functions that have no schema and write into nothing, unless ``_unless`` says so: what most models call."""
 
 
-_BY_NAME = words("layer_norm rms_norm group_norm cross_entropy nll_loss binary_cross_entropy")
+_BY_NAME = words(
+    "multi_head_attention_forward layer_norm rms_norm group_norm batch_norm cross_entropy nll_loss binary_cross_entropy"
+)
 
 
 def in_order(kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """The arguments of a call without names, if those that have one are the next ones in order."""
     more = kind.names[len(args) : len(args) + len(kwargs)]
+    if more == tuple(kwargs):  # nearly always
+        return (*args, *kwargs.values())
     return (*args, *[kwargs[each] for each in more]) if kwargs.keys() == set(more) else None
 
 
@@ -253,10 +276,9 @@ def _unless(func: Any, kind: Kind) -> Callable[[tuple[Any, ...], dict[str, Any] 
     """Says of a call that it is none of those that are seen at once: it writes, makes a leaf, or is of a size that
     depends on data.
     """
-    place, name = -1, kind.name
+    name = kind.name
     asks = "max_norm" if func is functional.embedding else "inplace"
-    if isinstance(func, FunctionType) and func in vars(functional).values():
-        place = next((i for i, each in enumerate(inspect.signature(func).parameters) if each == asks), -1)
+    place = _place_of(asks, func)
     if place >= 0:
 
         def writes(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
@@ -271,6 +293,13 @@ def _unless(func: Any, kind: Kind) -> Callable[[tuple[Any, ...], dict[str, Any] 
     if kind.name == "where":
         return lambda args, kwargs: may_size("where", args)
     return None
+
+
+def _place_of(name: str, func: Any) -> int:
+    """Where an argument of this name stands among those of a function of torch.nn.functional; -1: it has none."""
+    if not (isinstance(func, FunctionType) and func in vars(functional).values()):
+        return -1
+    return next((i for i, each in enumerate(inspect.signature(func).parameters) if each == name), -1)
 
 
 _COUNTS = words("argmax argmin eq ne lt le gt ge")
@@ -347,6 +376,12 @@ def _silent(func: Any, name: str) -> Callable[[tuple[Any, ...], dict[str, Any]],
         return lambda args, kwargs: [*args[0], args[1]]
     if name not in STATISTICS:
         return None
+    if func is functional.batch_norm:  # it is given these by position, if by anybody
+        return lambda args, kwargs: (
+            [x for x in args[1:3] if isinstance(x, Tensor)]
+            if (args[5] if len(args) > 5 else kwargs.get("training"))
+            else []
+        )
     forms = forms_of(func)
 
     def silent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -75,6 +75,10 @@ class Writes(Core):
     gradient: the ranks would drift apart without a word.
     """
 
+    def _join_here(self, types: tuple[Type, ...], name: str) -> Type:
+        """The type of what is made of operands of these types by the user's instruction that has led here."""
+        raise NotImplementedError
+
     def _stays(self, x: Tensor, kind: Type, name: str) -> None:
         """Before, or after, something of this type was written into ``x``."""
         if not kind.axes or functorch_active():
@@ -91,7 +95,7 @@ class Writes(Core):
     def _of_gradient(self, kind: Type) -> Type:
         """The type of the gradient of a value: what is invariant has been summed by the backward of pvary."""
         axes = self._all - kind.axes
-        return kind.ends(axes, Origin("backward", call_site())) if axes else kind
+        return self._here("backward", kind, lambda origin: kind.ends(axes, origin)) if axes else kind
 
     def _counted(self, x: Any) -> Any:
         """``x`` itself, which has just become a leaf if it is one that requires grad: it gets its number."""
@@ -183,10 +187,10 @@ class Writes(Core):
         if old is not None and (
             old is not kind or old is not marked(x) or old.plain == x.requires_grad or functorch_active()
         ):
-            kind = join([kind, old], "a write in place")
+            kind = self._join_here((kind, old), "a write in place")
             self._note(x, kind, (x,))
         if x._base is not None and (base := self.type_of(x._base)) is not None:
-            self._note(x._base, join([base, kind], "a write in place"))
+            self._note(x._base, self._join_here((base, kind), "a write in place"))
         self._spread(x, kind)
 
     def _again(self, x: Tensor, before: int, kind: Type) -> None:
@@ -204,8 +208,7 @@ class Writes(Core):
     def _spread(self, x: Tensor, kind: Type) -> None:
         """All that shares the memory of ``x`` varies, too."""
         if kind.axes and not is_written(storage_of(x), kind, self.grid):
-            origin = Origin("a write in place", call_site())
-            write(x, Type(dict.fromkeys(kind.axes, origin), grid=self.grid))
+            write(x, self._begun_here("a write in place", kind.axes))
 
     def _overwritten(self, x: Tensor, kind: Type) -> None:
         """All values of ``x`` are now of a type, whatever they were."""
