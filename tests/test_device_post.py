@@ -541,7 +541,7 @@ def test_what_is_waited_for_at_once_stays_on_the_callers_stream(wire: Wire) -> N
     """NCCL does it there if asked for nothing to wait for: no hop to its own stream and back."""
     link = link_of(0)
     x = torch.ones(2, 3)
-    names = ["allreduce", "allgather", "allgather", "reduce_scatter", "broadcast", "reduce", "alltoall"]
+    names = ["allreduce", "allreduce", "allgather", "reduce_scatter", "broadcast", "reduce", "alltoall"]
     each_of(link, x)
     assert link.group.asked == [(name, False) for name in names]
     link.group.asked.clear()
@@ -568,10 +568,9 @@ def test_one_copy_of_what_is_reduced_later(monkeypatch: pytest.MonkeyPatch) -> N
     assert link.copies("broadcast", x)
     assert not link.copies("all_gather", x)
     assert not link.copies("all_reduce", torch.ones(2))
-    large = torch.ones(2**16, device="meta")  # whose max has other clothes, which are new
-    for op, given, count in (("sum", x, 1), ("max", x, 1), ("max", large, 0), ("mean", x, 1)):
+    for op, count in (("sum", 1), ("max", 0), ("mean", 1)):  # a max has other clothes, which are new
         with for_later(), Clones() as clones:
-            link.all_reduce(given, op)
+            link.all_reduce(x, op)
         assert (op, clones.count) == (op, count)
     bits = torch.ones(2, device="meta", dtype=torch.int32)
     with for_later(), Clones() as clones:

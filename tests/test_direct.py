@@ -182,6 +182,79 @@ def in_backward_of_sums(mesh: mc.Mesh) -> dict[str, Any]:
     return out
 
 
+def extremes(mesh: mc.Mesh) -> None:
+    """NaN is one, and zeros have their signs."""
+    nan, inf = float("nan"), torch.inf
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        x = torch.tensor([mesh.rank, nan if mesh.rank == 2 else 0.0, -inf if mesh.rank else 1.0], dtype=dtype)
+        for op, expected in (("max", [3.0, nan, 1.0]), ("min", [0.0, nan, -inf])):
+            for y in (
+                mc.all_reduce(x, "a", op, mesh=mesh),
+                mc.all_reduce(x.view(3, 1).T, "a", op, mesh=mesh)[0],
+                mc.reduce_scatter(x.expand(RANKS, 3), "a", op=op, mesh=mesh)[0],
+            ):
+                assert_close(y, torch.tensor(expected, dtype=dtype), rtol=0, atol=0, equal_nan=True)
+    for values in ([0.0, -0.0, -0.0, -0.0], [-0.0, -0.0, -0.0, 0.0], [-0.0] * 4, [0.0] * 4, [-0.0, -1.0, -2.0, 0.0]):
+        for op, sign in (("max", all), ("min", any)):
+            x = torch.full((4,), values[mesh.rank])
+            negative = sign(math.copysign(1, value) < 0 for value in values)
+            for call in (mc.all_reduce, mc.reduce_scatter):
+                assert bool(call(x, "a", op=op, mesh=mesh)[0].signbit()) == negative, (values, op)
+
+
+def wherever_it_lies(mesh: mc.Mesh) -> None:
+    """How a tensor lies on one rank is no reason to call something else there, nor is that it is waited for later."""
+    rank = mesh.rank
+    for op, dtypes in REDUCED.items():
+        for dtype in dtypes:
+            everyone = torch.stack([torch.arange(16).view(4, 4) + i for i in range(RANKS)])
+            x = everyone[rank].to(dtype)
+            x = x.mT.contiguous().mT if rank == 1 else torch.cat([x, x], 1)[:, :4] if rank == 2 else x
+            whole = everyone.amax(0) if op == "max" else everyone.sum(0) / (RANKS if op == "mean" else 1)
+            for call, expected in ((mc.all_reduce, whole), (mc.reduce_scatter, whole[rank : rank + 1])):
+                calls.clear()
+                assert_close(call(x, "a", op=op, mesh=mesh), expected.to(dtype), rtol=0, atol=0)
+                made, given = list(calls), x.clone()
+                assert mc.all_gather_object(made, "a", mesh=mesh) == [made] * RANKS
+                later = call(given, "a", op=op, mesh=mesh, async_op=True)
+                given.fill_(9)
+                assert_close(later.wait(), expected.to(dtype), rtol=0, atol=0)
+
+
+REDUCED = {
+    "sum": (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.int16, torch.complex64),
+    "mean": (torch.float32, torch.bfloat16, torch.complex64),
+    "max": (torch.float32, torch.bfloat16, torch.int64, torch.uint8),
+}
+METHODS = {
+    "all_reduce": "allreduce", "all_gather": "_allgather_base", "reduce_scatter": "_reduce_scatter_base",
+    "broadcast": "broadcast", "shift": "alltoall_base", "permute": "alltoall_base", "all_to_all": "alltoall_base",
+}  # fmt: skip
+"""What the backend is asked for, by the first word of a name."""
+MOVES = ("all_gather 0", "all_to_all 0", "broadcast", "shift", "permute")
+
+
+def in_other_calls(mesh: mc.Mesh) -> list[str]:
+    """What is not one call of the backend, noted once."""
+    log: Any = mesh.axis("a").link.log  # type: ignore[attr-defined]
+    plain = ("float32", "bfloat16", "int64", "2-d", "3-d", "uint8")
+    asked = [(name, each) for name in (*MOVES, "all_reduce", "reduce_scatter 0") for each in plain]
+    asked += [(name, each) for name in MOVES for each in ("bool", "int16", "complex64", "one wide")]  # as bytes
+    asked += [(f"{name} -1", "one row") for name in ("all_gather", "reduce_scatter", "all_to_all")]
+    for name in ("all_reduce", "reduce_scatter"):
+        asked += [(f"{name}, max", each) for each in ("int64", "uint8", "bool")]
+        asked += [(f"{name}, mean", each) for each in ("float32", "2-d", "bfloat16", "complex64")]
+    missed = []
+    for name, kind in asked:
+        method = METHODS[name.replace(",", "").split()[0]]
+        calls.clear()
+        seen = log.begun
+        collectives(mesh)[name](inputs(mesh.rank)[kind])
+        if calls != [method] or log.begun != seen + 1 or state_of(log.last) != "completed":
+            missed.append(f"{name} {kind}: {calls}")
+    return missed
+
+
 def both_ways(folder: str) -> list[str]:
     mesh = mc.make_mesh({"a": RANKS})
     rank, sums = mesh.rank, in_backward_of_sums(mesh)
@@ -212,73 +285,9 @@ def both_ways(folder: str) -> list[str]:
                 mc.all_to_all(inputs(rank)[kind], "a", 0, 0, mesh=mesh)
                 mc.all_to_all(inputs(rank)[kind], "a", 0, 0, mesh=mesh, async_op=True).wait()
             assert lengths == [(0, 0)] * 2 * len(kinds), lengths
-    log: Any = mesh.axis("a").link.log  # type: ignore[attr-defined]
-    missed = []
-    wanted = {"all_reduce": "allreduce", "all_gather 0": "_allgather_base", "reduce_scatter 0": "_reduce_scatter_base"}
-    wanted |= {"broadcast": "broadcast", "shift": "alltoall_base", "permute": "alltoall_base"}
-    wanted |= {"all_to_all 0": "alltoall_base"}
-    last = {name.replace("0", "-1"): method for name, method in wanted.items() if name.endswith("0")}
-    nan, large = float("nan"), torch.full((2**15,), float(rank))
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):  # what is large goes another way
-        x = torch.tensor([rank, nan if rank == 2 else 0.0, -torch.inf if rank else 1.0], dtype=dtype)
-        rows = mc.reduce_scatter(x.expand(RANKS, 3), "a", op="max", mesh=mesh)
-        assert_close(rows, torch.tensor([[3.0, nan, 1.0]], dtype=dtype), rtol=0, atol=0, equal_nan=True)
-        for y in (x, x.view(3, 1).T, torch.cat([x, large.to(dtype)])):
-            top, least = mc.all_reduce(y, "a", "max", mesh=mesh), mc.all_reduce(y, "a", "min", mesh=mesh)
-            for got, first in ((top, [3.0, nan, 1.0]), (least, [0.0, nan, -torch.inf])):
-                assert got.shape == y.shape
-                assert_close(got.reshape(-1)[:3], torch.tensor(first, dtype=dtype), rtol=0, atol=0, equal_nan=True)
-    for values in ([0.0, -0.0, -0.0, -0.0], [-0.0, -0.0, -0.0, 0.0], [-0.0] * 4, [0.0] * 4, [-0.0, -1.0, -2.0, 0.0]):
-        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-            for op, sign in (("max", all), ("min", any)):  # whichever way it goes
-                negative = sign(math.copysign(1, value) < 0 for value in values)
-                few, many = (torch.full((length,), values[rank], dtype=dtype) for length in (4, 2**15))
-                for call in (mc.all_reduce, mc.reduce_scatter):
-                    for x in (few, many):
-                        assert bool(call(x, "a", op=op, mesh=mesh)[0].signbit()) == negative, (values, dtype, op)
-    for op in ("sum", "mean", "max", "min"):  # how a tensor lies on one rank is no reason to call something else there
-        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64)[: 4 if op in ("sum", "mean") else 3]:
-            if op == "mean" and dtype == torch.int64:
-                continue
-            x = torch.arange(16).view(4, 4).to(dtype) + rank
-            x = x.mT.contiguous().mT if rank == 1 else torch.cat([x, x], 1)[:, :4] if rank == 2 else x
-            for call in (mc.all_reduce, mc.reduce_scatter):
-                calls.clear()
-                got = call(x, "a", op=op, mesh=mesh)
-                want = torch.stack([torch.arange(16).view(4, 4).to(dtype) + i for i in range(RANKS)])
-                want = (
-                    want.sum(0) / (RANKS if op == "mean" else 1)
-                    if op in ("sum", "mean")
-                    else getattr(want, f"a{op}")(0)
-                )
-                want = want if call is mc.all_reduce else want[rank : rank + 1]
-                assert_close(got, want.to(dtype), rtol=0, atol=0)
-                made = list(calls)
-                assert mc.all_gather_object(made, "a", mesh=mesh) == [made] * RANKS
-    for op in ("sum", "mean", "max"):
-        for x in (torch.ones(3) + rank, torch.ones(3).bfloat16() + rank, torch.ones(3, 2).mT + rank):
-            y = mc.all_reduce(x, "a", op, mesh=mesh)
-            later = mc.all_reduce(x, "a", op, mesh=mesh, async_op=True)
-            x.fill_(9)
-            assert torch.equal(later.wait(), y)
-    assert mc.all_reduce(torch.tensor(0.5 + rank), "a", "max", mesh=mesh).item() == 3.5
-    moved = ("bool", "int16", "complex64", "one wide")  # as bytes
-    kinds_of = dict.fromkeys(wanted, ("float32", "bfloat16", "int64", "2-d", "3-d", "uint8"))
-    kinds_of |= dict.fromkeys(last, ("one row",))
-    kinds_of |= {name: (*kinds_of[name], *moved) for name in wanted if "reduce" not in name}
-    ops = {"all_reduce, max": "allreduce", "reduce_scatter, max": "_reduce_scatter_base"}
-    kinds_of |= dict.fromkeys(ops, ("int64", "uint8", "bool"))
-    few = {"all_reduce, max ": "_allgather_base", "reduce_scatter, max ": "alltoall_base"}
-    kinds_of |= dict.fromkeys(few, ("float32", "2-d", "bfloat16"))
-    means = {"all_reduce, mean": "allreduce", "reduce_scatter, mean": "_reduce_scatter_base"}
-    kinds_of |= dict.fromkeys(means, ("float32", "2-d", "bfloat16", "complex64"))
-    for name, method in (wanted | last | ops | few | means).items():
-        for kind in kinds_of[name]:
-            calls.clear()
-            seen = log.begun
-            collectives(mesh)[name.strip()](inputs(rank)[kind])
-            if calls != [method] or log.begun != seen + 1 or state_of(log.last) != "completed":
-                missed.append(f"{name} {kind}: {calls}")
+    extremes(mesh)
+    wherever_it_lies(mesh)
+    missed = in_other_calls(mesh)
     mc.shutdown()
     dist.Backend.register_backend("itself", dist.ProcessGroupGloo, devices=["cpu"])  # in C++, as NCCL's
     mc.init(init_method=f"file://{folder}/itself", rank=rank, world_size=RANKS, timeout=200, backend="itself")

@@ -330,10 +330,9 @@ def all_reduce(
     ops have none.
 
     Cost: 2 (n-1)/n times the bytes of ``x`` sent per rank; nothing when n == 1. Small ones on the CPU (256 KiB through
-    shared memory, 1 MiB over n in messages), max and min of floats elsewhere (64 KiB over n), a product of complex
-    numbers and bitwise ops on NCCL are gathered and reduced here: (n-1) times the bytes. ``exact`` costs no more bytes
-    where numbers are reduced here, and some twenty passes over them; on NCCL one maximum of the exponents (a quarter of
-    the bytes of float32), and twice the bytes.
+    shared memory, 1 MiB over n in messages), a product of complex numbers and bitwise ops on NCCL are gathered and
+    reduced here: (n-1) times the bytes. ``exact`` costs no more bytes where numbers are reduced here, and some twenty
+    passes over them; on NCCL one maximum of the exponents (a quarter of the bytes of float32), and twice the bytes.
 
     Raises:
         MeshError: no such axis or op; sum or product of bool, mean of integers, order of complex; not a tensor; a

@@ -8,7 +8,7 @@ n = number of ranks in the group.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from meshcomm.runtime.call import told
 from meshcomm.runtime.pending import then
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.algorithms import PacketLink
-from meshcomm.runtime.transports.dtypes import FLOATS, HALF
+from meshcomm.runtime.transports.dtypes import HALF, PLAIN
 from meshcomm.runtime.transports.protocol import Empty
 
-OPS = {
+_OPS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.AVG,
     "max": dist.ReduceOp.MAX,
@@ -43,25 +43,19 @@ def options_for(name: str, later: bool, **given: Any) -> Any:
     options = getattr(dist.distributed_c10d, name)()
     options.asyncOp = later
     for each, value in given.items():
-        setattr(options, each, OPS[value] if each == "reduceOp" else value)
+        setattr(options, each, _OPS[value] if each == "reduceOp" else value)
     return options
 
 
-def both(name: str, **given: Any) -> tuple[Any, Any]:
+def _both(name: str, **given: Any) -> tuple[Any, Any]:
     """torch's options of this name: those for now, and those for later."""
     return options_for(name, False, **given), options_for(name, True, **given)
 
 
-_EXTREMES = {"max": partial(torch.amax, dim=0), "min": partial(torch.amin, dim=0)}
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-_FEW = 2**16
-"""Bytes that a rank may receive in place of as many small steps as it takes to have a backend find an extreme."""
-_MOVED = frozenset({*SUMMED, torch.int8, torch.uint8})
-"""Dtypes that every backend moves; others are moved as bytes."""
-_GATHERS, _EXCHANGES = map(both, ("AllgatherOptions", "AllToAllOptions"))
-_SUMS = both("AllreduceOptions", reduceOp="sum")
-_REDUCES = {op: both("AllreduceOptions", reduceOp=op) for op in OPS}
-_SCATTERS = {op: both("ReduceScatterOptions", reduceOp=op) for op in OPS}
+_GATHERS, _EXCHANGES = map(_both, ("AllgatherOptions", "AllToAllOptions"))
+_SUMS = _both("AllreduceOptions", reduceOp="sum")
+_REDUCES = {op: _both("AllreduceOptions", reduceOp=op) for op in _OPS}
+_SCATTERS = {op: _both("ReduceScatterOptions", reduceOp=op) for op in _OPS}
 
 
 class DirectLink(PacketLink):
@@ -94,12 +88,11 @@ class DirectLink(PacketLink):
         """As in the base, with a short way for what is reduced as it is."""
         plain = op == "sum" and x.dtype in SUMMED
         if (self._on_gloo and x.is_cpu) or not (plain or self._takes(x, op)):
-            few = op in _EXTREMES and x.dtype in FLOATS and x.nbytes * self.size <= _FEW and gather_method
-            return self._extreme(x, op) if few else self._all_reduce(x, op)
+            return self._all_reduce(x, op)
         later = told.later
         if plain and not (later or profiler_on()):
             return self._summed(self, x)  # type: ignore[return-value]
-        if op == "mean" and x.dtype in HALF and x.device.type not in self.nccl:
+        if op == "mean" and x.dtype in HALF and self._asked(x, op) != op:
             return self._reduced_in_place(x, x.to(torch.float32, memory_format=torch.contiguous_format), op)
         y = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
         if plain:
@@ -112,51 +105,42 @@ class DirectLink(PacketLink):
         """
         if self._on_gloo and x.is_cpu:
             return self.all_reduce(x, op)
-        wide = op == "mean" and x.dtype in HALF and x.device.type not in self.nccl
+        wide = op == "mean" and x.dtype in HALF and self._asked(x, op) != op
         if wide or not (self._as_it_lies(x) and self._takes(x, op)):
             return self._all_reduce_own(x, op)
         return self._reduced_in_place(x, x, op)
+
+    def _asked(self, x: Tensor, op: str) -> str:
+        """For what the backend is: only NCCL knows a mean, which may be where the sum would be too large."""
+        return "sum" if op == "mean" and x.device.type not in self.nccl else op
 
     def _takes(self, x: Tensor, op: str) -> bool:
         """Whether the backend reduces such a tensor in place, or a view of it."""
         return _shown(op, x.dtype) is not None and not self._folds(x, op)
 
     def _reduced_in_place(self, x: Tensor, y: Tensor, op: str) -> Tensor:
-        """``y``, which is ``x`` and nobody else has, in place. Only NCCL knows a mean."""
-        asked, later = "sum" if op == "mean" and x.device.type not in self.nccl else op, told.later
+        """``y``, which is ``x`` and nobody else has, in place."""
+        asked, later = self._asked(x, op), told.later
         given = [y if (shown := _shown(asked, y.dtype)) is _as_it_is else shown(y)]
         got = self._direct(self, "all_reduce", op, x, -1, y, later, "allreduce", given, _REDUCES[asked][later])
         return got if asked == op else self._divided(got, x.dtype)
 
-    def _extreme(self, x: Tensor, op: str) -> Tensor:
-        """All gather what they have: no backend gives NaN where one of them is, so that it would have to be shown other
-        numbers, in many small steps.
-        """
-        later = told.later  # the caller's may change until then
-        x = x.clone(memory_format=torch.contiguous_format) if later else dtypes.plain(x)
-        every, shape = x.new_empty(self.size * x.numel()), (self.size, *x.shape)
-        given, name = (every, x.view(-1), _GATHERS[later]), gather_method
-        got = self._direct(self, "all_reduce", op, x, -1, every, later, name, *given)
-        return then(got, lambda every: _extreme_of(every.view(shape), op))
-
     def _divided(self, got: Tensor, dtype: torch.dtype) -> Tensor:
-        if type(got) is Tensor:  # not everything is for later
+        if type(got) is Tensor:  # without the step that `then` takes
             return got.div_(self.size) if got.dtype is dtype else got.div_(self.size).to(dtype)
         return then(got, lambda total: total.div_(self.size).to(dtype))
 
     def scatter_flat(self, x: Tensor, op: str) -> Any:
         """One call of the backend, if it takes ``x`` as it lies. A mean of half precision is one in float32."""
-        asked = "sum" if op == "mean" and x.device.type not in self.nccl else op
-        shown, wide, later = _shown(asked, x.dtype), asked != op and x.dtype in HALF, told.later
+        asked, later = self._asked(x, op) if op == "mean" else op, told.later
+        shown, wide = _shown(asked, x.dtype), asked != op and x.dtype in HALF
         if (
             shown is None
             or not (scatter_method and self._as_it_lies(x))
             or (op != "sum" and self._folds(x, op))
             or (wide and later)  # who waits keeps what it knows, which is ``x``
         ):
-            return (
-                self._scattered_extreme(x, op) if op in _EXTREMES and x.dtype in FLOATS else super().scatter_flat(x, op)
-            )
+            return super().scatter_flat(x, op)
         read = x.float() if wide else x
         first, *others = x.shape
         y = read.new_empty(first // self.size, *others)
@@ -165,21 +149,11 @@ class DirectLink(PacketLink):
         got = self._direct(self, "reduce_scatter", op, x, -1, y, later, name, into, given, options)
         return got if asked == op else self._divided(got, x.dtype)
 
-    def _scattered_extreme(self, x: Tensor, op: str) -> Any:
-        """As many bytes by an exchange, for the same reason."""
-        given, later = dtypes.plain(x), told.later
-        if not self._as_it_lies(given):
-            return super().scatter_flat(x, op)
-        every, shape = torch.empty_like(given), (self.size, x.shape[0] // self.size, *x.shape[1:])
-        sent: tuple[Any, ...] = every, given, [], [], _EXCHANGES[later]
-        got = self._direct(self, "reduce_scatter", op, given, -1, every, later, "alltoall_base", *sent)
-        return then(got, lambda every: _extreme_of(every.view(shape), op))
-
     # --------------------------------------------------------------------------------------------------- what is moved
 
     def gather_flat(self, x: Tensor, empty: Empty | None = None) -> Any:
         """One call of the backend, if it takes ``x`` as it lies."""
-        known = x.dtype in _MOVED
+        known = x.dtype in PLAIN
         if not (gather_method and self._as_it_lies(x) and (known or _has_bytes(x))):
             return super().gather_flat(x)
         first, *others = x.shape
@@ -194,7 +168,7 @@ class DirectLink(PacketLink):
             return super().swap_flat(x)
         if x.is_neg() or x.is_conj() or not x.is_contiguous():
             x = dtypes.plain(x)
-        if not ((known := x.dtype in _MOVED) or _has_bytes(x)):
+        if not ((known := x.dtype in PLAIN) or _has_bytes(x)):
             x = x.clone(memory_format=torch.contiguous_format)
         y, later, options = torch.empty_like(x), told.later, _EXCHANGES[told.later]
         given, into = (x, y) if known else (_as_bytes(x), _as_bytes(y))
@@ -202,7 +176,7 @@ class DirectLink(PacketLink):
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """The same."""
-        known = x.dtype in _MOVED
+        known = x.dtype in PLAIN
         if not x.is_contiguous() or (self._on_gloo and x.is_cpu) or not (known or _has_bytes(x)):
             return self._broadcast_packed(x, src)
         y = x.clone() if self.index == src else torch.empty_like(x)
@@ -211,7 +185,7 @@ class DirectLink(PacketLink):
 
     def permute(self, x: Tensor, source: int | None, destination: int | None) -> Tensor:
         """An all_to_all in which at most one run is not empty; two messages on gloo."""
-        known = x.dtype in _MOVED
+        known = x.dtype in PLAIN
         if (
             source is None
             or destination is None
@@ -223,14 +197,6 @@ class DirectLink(PacketLink):
         send[destination] = recv[source] = given.shape[0]
         later, name, options = told.later, "alltoall_base", _EXCHANGES[told.later]
         return self._direct(self, "permute", "", x, -1, y, later, name, into, given, recv, send, options)
-
-
-def _extreme_of(rows: Tensor, op: str) -> Tensor:
-    """NaN where there is one; and zero has the sign that it would have if there were numbers between -0 and 0, in
-    whichever order the rows are.
-    """
-    extreme = _EXTREMES[op]
-    return extreme(rows).copysign_(extreme(rows.view(_BITS[rows.itemsize])))
 
 
 def _as_it_is(x: Tensor) -> Tensor:
@@ -249,15 +215,15 @@ def _has_bytes(x: Tensor) -> bool:
 @cache
 def _shown(op: str, dtype: torch.dtype) -> Any:
     """A view of a tensor which a backend reduces as it is to reduce the tensor; None if there is none."""
-    if op not in OPS:  # what is exact
+    if op not in _OPS:  # what is exact
         return None
     if dtype.is_complex:
         return torch.view_as_real if op in ("sum", "mean") else None
     if dtype == torch.bool:
         return _as_bytes
-    return _as_it_is if dtype in _MOVED and dtypes.dress(op, dtype) is None else None
+    return _as_it_is if dtype in PLAIN and dtypes.dress(op, dtype) is None else None
 
 
 @cache
 def _from(src: int) -> tuple[Any, Any]:
-    return both("BroadcastOptions", rootRank=src)
+    return _both("BroadcastOptions", rootRank=src)

@@ -1,6 +1,6 @@
 """How a process group of torch's is called: its calls are begun, waited for and given up, and what fails is said.
 
-Who calls it for what is the links' (:mod:`meshcomm.runtime.transports.process_group`).
+Who calls it for what: :mod:`meshcomm.runtime.transports.direct` and :mod:`meshcomm.runtime.transports.process_group`.
 """
 
 from __future__ import annotations

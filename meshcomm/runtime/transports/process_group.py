@@ -72,6 +72,8 @@ class ProcessLink(GroupLink):
     def _folds(self, x: Tensor, op: str) -> bool:
         return (self._on_gloo and x.is_cpu) or super()._folds(x, op)
 
+    # The base of it all by name: what lies between has come here, since it does not take what is given.
+
     def _all_reduce(self, x: Tensor, op: str) -> Tensor:
         if not (self._on_gloo and x.is_cpu):
             if told.later and self._folds(x, op):  # then all gather x, and only a sum begins with a copy
