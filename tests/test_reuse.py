@@ -191,6 +191,28 @@ def test_views_are_of_what_was_given_last() -> None:
 
 
 @needs_counts
+def test_views_that_another_thread_has_made_while_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the tensor: what had views of it is not free, whenever they are gone."""
+    reserve, own, found = reserve_of(), reuse._of_tensor, list[bool]()
+    x = given_and_cut(reserve)
+    (kept,) = reserve._kept
+
+    def of_tensor(storage: torch.UntypedStorage, besides: int) -> bool:
+        def cut(x: Tensor) -> list[Tensor]:
+            found.append(own(kept.storage, besides))
+            return [x.view(-1)]
+
+        kept.views(cut)
+        return found[0]
+
+    monkeypatch.setattr(reuse, "_of_tensor", of_tensor)
+    assert not kept.is_free()
+    assert found == [True]
+    assert len(kept._views) == 1
+    assert x.shape == SHAPE
+
+
+@needs_counts
 def test_who_is_interrupted_while_views_are_made_has_them_the_next_time() -> None:
     reserve, line, is_over = reserve_of(), 0, False
 

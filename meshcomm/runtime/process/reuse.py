@@ -51,9 +51,10 @@ class Kept:
 
     def is_free(self) -> bool:
         """Whether nobody has it, and it is as it was."""
-        storage = self.storage  # numpy has torch never resize again what it has once seen
-        if _of_tensor(storage, 1 + len(self._views)) or getrefcount(storage) > _UNHELD:
+        storage, views = self.storage, self._views  # held: another thread may have others made while they are counted
+        if _of_tensor(storage, 1 + len(views)) or getrefcount(storage) > _UNHELD:
             return False
+        # numpy has torch never resize again what it has once seen
         return storage.nbytes() == self.nbytes and storage.resizable() and not storage.is_shared()
 
     def tensor(self, shape: Sequence[int], like: Tensor) -> Tensor:
