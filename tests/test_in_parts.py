@@ -372,6 +372,29 @@ def test_results_of_many_forms_in_turns(pool4: Any) -> None:
     pool4.run(in_turns)
 
 
+def signs_of_zeros(op: str) -> None:
+    """They do not depend on whether the other one is just writing."""
+    mesh = pairs()
+    me = mesh.coordinate["a"]
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.zeros(2**18 + 27, dtype=dtype) * (1 - 2 * me)
+        expected = mc.reduce(x, "a", 0, op, mesh=mesh, async_op=True).wait()
+        seen = []
+        with pytest.MonkeyPatch.context() as patch:
+            own = Parts.reduce
+            patch.setattr(Parts, "reduce", lambda *given: seen.append(given) or own(*given))
+            patch.setattr(waiting, "AWAKE", 60.0)
+            patch.setattr(in_parts, "copy", lambda *given: (time.sleep(0.001), lending.copy(*given)))
+            for _ in range(4):
+                assert alike(mc.reduce(x, "a", 0, op, mesh=mesh), expected)
+        assert bool(seen) == (me == 0)
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_signs_of_zeros(pool4: Any, op: str) -> None:
+    pool4.run(signs_of_zeros, op)
+
+
 class _Spoiling(TorchDispatchMode):
     """What comes of it is no number any more, for who has it later."""
 

@@ -190,7 +190,9 @@ class _Known:
         self.partly = len(boxes) < n - 1
         self.entries: dict[Segment | None, Any] = {}
         tells = n == 2 and (way.dst or way.name == "scatter")
-        self.parts: Any = parts_of(self, x.itemsize, tells, way.take is None) if self.nbytes >= LARGE else None
+        self.parts: Any = None
+        if self.nbytes >= LARGE:
+            self.parts = parts_of(self, x.itemsize, tells, op if way.take is None else "")
 
     def entry(self, lent: Segment | None) -> tuple[Any, ...]:
         """What is said where this is lent; where the tensor is written to, and what this rank reads of it."""

@@ -54,11 +54,12 @@ class Parts:
 
     def __init__(
         self, lent: Sequence[tuple[int, int]], start: int, size: int, own: int | None, itemsize: int,
-        tells: bool, follows: bool, reduces: bool,
+        tells: bool, follows: bool, reduces: str,
     ) -> None:  # fmt: skip
         """``lent``: from and to which bytes others read this rank's tensor. ``start``, ``size``: where in each tensor
         what this rank reads begins, and how long it is. ``own``: the place of this rank's in the result. ``tells``:
-        whether who reads is told part by part; ``follows``: whether this rank reads so, and ``reduces``, or copies.
+        whether who reads is told part by part; ``follows``: whether this rank reads so, and by which op it
+        ``reduces``; nothing if it copies.
         """
         most = _TOLD if tells else PART
         self._writes = [(at, min(most, end - at)) for begin, end in lent for at in range(begin, end, most)]
@@ -70,9 +71,11 @@ class Parts:
         """Where a tensor lies; 0 if it cannot be lent and read so."""
         self.tells, self.follows, self.reduces = tells, follows, reduces
         # To reduce takes longer than to write, and each view takes its time: when a quarter is done the rest is there.
+        # Which of two zeros is the greater one depends for torch on where they lie: they lie there as in the whole.
         count = size // itemsize
-        self._cuts = [count // 4, count - count // 4]
-        self._ends = [start + count // 4 * itemsize, start + size]
+        first = 0 if reduces in ("max", "min") else count // 4
+        self._cuts = [first, count - first] if first else [count]
+        self._ends = [start + first * itemsize, start + size] if first else [start + size]
 
     def write(self, lent: Segment, address: int) -> None:
         """All that others read."""
@@ -129,7 +132,7 @@ class Parts:
         return True
 
 
-def parts_of(known: Any, itemsize: int, tells: bool, reduces: bool) -> Parts | None:
+def parts_of(known: Any, itemsize: int, tells: bool, reduces: str) -> Parts | None:
     """Those of such a call as :mod:`meshcomm.runtime.transports.shared.at_once` knows it, if there are some."""
     size, lent = known.nbytes, [(0, known.nbytes)]
     if known.rows:
@@ -140,7 +143,7 @@ def parts_of(known: Any, itemsize: int, tells: bool, reduces: bool) -> Parts | N
         return None
     start = known.index * size if known.rows else 0
     lent = lent if known.readers else []
-    return Parts(lent, start, size, known.own_at, itemsize, tells, follows, follows and reduces)
+    return Parts(lent, start, size, known.own_at, itemsize, tells, follows, reduces if follows else "")
 
 
 def follow(
