@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import meshcomm as mc
 from meshcomm import _torch
@@ -405,6 +406,38 @@ def subclasses(size: int) -> None:
 @pytest.mark.parametrize("size", [3, 2**17])
 def test_results_are_of_the_class_that_they_were(pool4: Any, size: int) -> None:
     pool4.run(subclasses, size)
+
+
+class _Wrapping(TorchFunctionMode):
+    """What is made while it is on is of a user's class."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = function(*args, **(kwargs or {}))
+        return y.as_subclass(Subclass) if type(y) is Tensor else y
+
+
+def after_a_mode(size: int) -> None:
+    mesh = mc.make_mesh({"a": 2, "b": 2})
+    x, at = torch.ones(4, size), mesh.coordinate["a"]
+    mc.barrier("a", mesh=mesh)
+    calls: list[Callable[[], Any]] = [
+        lambda: mc.all_reduce(x, "a", mesh=mesh),
+        lambda: mc.reduce(x, "a", 0, mesh=mesh),
+        lambda: mc.gather(x, "a", 0, mesh=mesh),
+        lambda: mc.scatter(None if at else x, "a", 0, 0, x[:2], mesh=mesh),
+        lambda: mc.broadcast(x, "a", 1, mesh=mesh),
+        lambda: mc.exchange([(x, 1 - at)], [(1 - at, x.shape, x.dtype)], "a", mesh=mesh)[0],
+    ]
+    for call in calls:
+        for _ in range(4):
+            with _Wrapping():
+                call()
+        assert {type(call()) for _ in range(4)} <= {Tensor, type(None)}
+
+
+@pytest.mark.parametrize("size", [3, 2**17])
+def test_no_result_is_of_a_class_that_another_one_was_made(pool4: Any, size: int) -> None:
+    pool4.run(after_a_mode, size)
 
 
 @needs_counts
