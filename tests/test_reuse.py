@@ -7,6 +7,7 @@ import copy
 import gc
 import os
 import pickle
+import signal
 import sys
 import threading
 import weakref
@@ -324,6 +325,35 @@ def test_who_is_interrupted_anywhere_goes_on(monkeypatch: pytest.MonkeyPatch) ->
             break
         lines += 1
     assert lines > 20
+
+
+@needs_counts
+def test_who_is_interrupted_by_a_signal_leaves_no_lock() -> None:
+    reserve, is_on, times = reserve_of(), False, 0
+    given(reserve)
+
+    def interrupt(*_: object) -> None:
+        if is_on:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for k in range(2000):
+            with contextlib.suppress(KeyboardInterrupt):
+                try:
+                    is_on = True
+                    signal.setitimer(signal.ITIMER_REAL, 1e-5 + k % 100 * 1e-7)
+                    for _ in range(100):
+                        given(reserve)
+                finally:
+                    is_on = False
+                continue
+            times += 1
+            assert not reserve._lock.locked()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert times > 100
 
 
 def test_small_results_and_those_inside_a_transform_are_plain() -> None:

@@ -113,9 +113,11 @@ class Reserve:
         """The same of so many bytes, ``LEAST`` or more, where it may give of what it keeps, as in `find`; and of which
         storage it is.
         """
-        if nbytes > self._room or not self._lock.acquire(blocking=False):
+        # Who holds the lock may be this thread, in the middle of what frees something else. Taken by ``with``: Ctrl-C
+        # may come as soon as a call has taken it.
+        if nbytes > self._room or self._lock.locked():
             return None
-        try:
+        with self._lock:
             now, mine = self._now(), self._kept
             for kept in reversed(mine):  # as `_take` does it, with the steps that one takes mostly
                 if kept.nbytes == nbytes and kept.is_free():
@@ -130,22 +132,17 @@ class Reserve:
             if now - mine[0].given > _LONG:
                 self._forget(now)
             return kept.tensor(shape, like), kept
-        finally:
-            self._lock.release()
 
     def find(self, shape: Sequence[int], like: Tensor, count: int = 1) -> list[Tensor] | None:
         """So many of them, the results of one call; None if they had better be torch's: nobody has asked for such
         before, or they are too small or too large to be kept.
         """
         nbytes = math.prod(shape) * like.itemsize
-        # Who holds the lock may be this thread, in the middle of what frees something else.
-        if not LEAST <= nbytes <= self._room or not self._gives() or not self._lock.acquire(blocking=False):
+        if not LEAST <= nbytes <= self._room or not self._gives() or self._lock.locked():
             return None
-        try:
+        with self._lock:
             kept = self._take(nbytes, count)
             return None if kept is None else [each.tensor(shape, like) for each in kept]
-        finally:
-            self._lock.release()
 
     def _take(self, nbytes: int, count: int) -> list[Kept] | None:
         now, mine = self._now(), self._kept
@@ -179,13 +176,11 @@ class Reserve:
 
     def trim(self, seconds: float = _LONG) -> None:
         """Forget what was not asked for in so long a time."""
-        if self._kept and self._lock.acquire(blocking=False):
-            try:
+        if self._kept and not self._lock.locked():
+            with self._lock:
                 end = self._now() - seconds
                 while self._kept and self._kept[0].given <= end:
                     self.held -= self._kept.pop(0).nbytes
-            finally:
-                self._lock.release()
 
 
 def _room() -> int:
