@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
 from meshcomm.runtime.process import lending
-from meshcomm.runtime.process.reuse import Kept
 from meshcomm.runtime.transports.shared import at_once, in_parts, waiting
 from meshcomm.runtime.transports.shared.call import Call
 from meshcomm.runtime.transports.shared.in_parts import Parts
@@ -273,9 +272,7 @@ def interrupted_often(part: int) -> Iterator[list[int]]:
 
 PLACES: dict[str, tuple[CodeType, ...]] = {
     "written": (Parts.write.__code__,),
-    "read": tuple(
-        each.__code__ for each in (in_parts.follow, Parts.copy, Parts.reduce, Parts.copy_own, Parts.cut, Kept.views)
-    ),
+    "read": tuple(each.__code__ for each in (in_parts.follow, Parts.copy, Parts.reduce, Parts.copy_own, Parts.cut)),
 }
 
 

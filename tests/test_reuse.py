@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 import meshcomm as mc
 from meshcomm import _torch
 from meshcomm.runtime.process import reuse
-from meshcomm.runtime.process.reuse import Kept, Reserve
+from meshcomm.runtime.process.reuse import Reserve
 
 SHAPE = (512, 1024)
 
@@ -40,26 +40,6 @@ def reserve_of(dtype: torch.dtype = torch.float32) -> Reserve:
 
 def given(reserve: Reserve, dtype: torch.dtype = torch.float32) -> Tensor:
     return reserve.empty(SHAPE, torch.empty(0, dtype=dtype))
-
-
-def given_and_cut(reserve: Reserve) -> Tensor:
-    """One of whose storage views are kept."""
-    found = reserve.again(4 * SHAPE[0] * SHAPE[1], SHAPE, torch.empty(0))
-    assert found is not None
-    x, kept = found
-    first, rest = views = kept.views(quarters)
-    assert kept.views(quarters) is views
-    first.fill_(1)
-    rest.fill_(2)
-    assert x.view(-1)[[0, 2**17 - 1, 2**17, -1]].tolist() == [1, 1, 2, 2]
-    return x
-
-
-def quarters(x: Tensor) -> list[Tensor]:
-    return list(x.view(-1).split_with_sizes([2**17, 3 * 2**17]))
-
-
-Gives = Callable[[Reserve], Tensor]
 
 
 @needs_counts
@@ -101,19 +81,18 @@ def _with_gradient(x: Tensor) -> Tensor:
 
 
 @needs_counts
-@pytest.mark.parametrize("give", [given, given_and_cut])
 @pytest.mark.parametrize("how", HOLDERS)
-def test_what_somebody_has_is_not(how: str, give: Gives) -> None:
+def test_what_somebody_has_is_not(how: str) -> None:
     reserve = reserve_of()
-    x = give(reserve)
+    x = given(reserve)
     at, held, as_it_was = x.data_ptr(), HOLDERS[how](x), x.untyped_storage().resizable()
     del x
     gc.collect()
-    others = [give(reserve) for _ in range(3)]
+    others = [given(reserve) for _ in range(3)]
     assert at not in {other.data_ptr() for other in others}
     del held, others
     gc.collect()
-    assert (at in {other.data_ptr() for other in [give(reserve) for _ in range(4)]}) == as_it_was
+    assert (at in {other.data_ptr() for other in [given(reserve) for _ in range(4)]}) == as_it_was
 
 
 CHANGES: dict[str, Callable[[Tensor], object]] = {
@@ -125,15 +104,14 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 
 
 @needs_counts
-@pytest.mark.parametrize("give", [given, given_and_cut])
 @pytest.mark.parametrize("how", CHANGES)
-def test_what_was_changed_is_not(how: str, give: Gives) -> None:
+def test_what_was_changed_is_not(how: str) -> None:
     reserve = reserve_of()
-    x = give(reserve)
+    x = given(reserve)
     CHANGES[how](x)
     storage = x.untyped_storage()._cdata
     del x
-    y = give(reserve)
+    y = given(reserve)
     assert y.untyped_storage()._cdata != storage
     assert not y.is_shared()
     assert y.untyped_storage().resizable()
@@ -165,84 +143,6 @@ def test_what_is_given_again_knows_nothing_of_what_was_given_before() -> None:
         assert not vars(x)
         x.add_(1)
     assert len(reserve._kept) == 1
-
-
-@needs_counts
-def test_views_are_of_what_was_given_last() -> None:
-    """Whatever it was before, and in whatever mode it was asked for first."""
-    nbytes, reserve = 4 * SHAPE[0] * SHAPE[1], reserve_of()
-    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
-        for shape, dtype in [((2**19,), torch.float32), (SHAPE, torch.int32), ((2**20,), torch.bfloat16)]:
-            for cut in (quarters, lambda x: [x], quarters):
-                with mode():
-                    found = reserve.again(nbytes, shape, torch.nn.Parameter(torch.empty(0, dtype=dtype), False))
-                    assert found is not None
-                    x, kept = found
-                    views = kept.views(cut) if dtype.itemsize == 4 else kept.views(lambda x: [x.view(-1)])
-                    assert x.is_inference() == (mode is torch.inference_mode)
-                for number, view in enumerate(views):
-                    assert type(view) is Tensor
-                    assert not view.is_inference()
-                    assert view.dtype == dtype
-                    view.fill_(number)
-                assert sum(view.numel() for view in views) == x.numel()
-                assert torch.equal(x.view(-1), torch.cat([view.reshape(-1) for view in views]))
-                del found, x, views, view
-    assert len(reserve._kept) == 1
-    assert reserve._kept[0].is_free()
-
-
-@needs_counts
-def test_views_that_another_thread_has_made_while_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the tensor: what had views of it is not free, whenever they are gone."""
-    reserve, own, found = reserve_of(), reuse._of_tensor, list[bool]()
-    x = given_and_cut(reserve)
-    (kept,) = reserve._kept
-
-    def of_tensor(storage: torch.UntypedStorage, besides: int) -> bool:
-        def cut(x: Tensor) -> list[Tensor]:
-            found.append(own(kept.storage, besides))
-            return [x.view(-1)]
-
-        kept.views(cut)
-        return found[0]
-
-    monkeypatch.setattr(reuse, "_of_tensor", of_tensor)
-    assert not kept.is_free()
-    assert found == [True]
-    assert len(kept._views) == 1
-    assert x.shape == SHAPE
-
-
-@needs_counts
-def test_who_is_interrupted_while_views_are_made_has_them_the_next_time() -> None:
-    reserve, line, is_over = reserve_of(), 0, False
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal left
-        if frame.f_code in (Kept.views.__code__, Kept.tensor.__code__, Kept._formed.__code__):
-            left -= event == "line"
-            if left < 0:
-                raise KeyboardInterrupt
-            return trace
-        return trace if frame.f_code in (given_and_cut.__code__, Reserve.again.__code__) else None
-
-    while not is_over:
-        line += 1
-        with contextlib.suppress(KeyboardInterrupt):
-            reserve.empty((2 * SHAPE[0], SHAPE[1] // 2), torch.empty(0))
-            left, before = line, sys.gettrace()
-            sys.settrace(trace)
-            try:
-                given_and_cut(reserve)
-            finally:
-                sys.settrace(before)
-        is_over = left >= 0
-        for _ in range(2):
-            given_and_cut(reserve)
-        assert len(reserve._kept) == 1
-        assert reserve._kept[0].is_free()
-    assert line > 10
 
 
 def test_it_is_a_tensor_as_any_other(tmp_path: Path) -> None:

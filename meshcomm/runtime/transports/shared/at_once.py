@@ -262,14 +262,13 @@ class _Known:
     ) -> Tensor | None:
         """The result, and the call is over; None if it has to go on as a ``Call``."""
         out: Any = None
-        kept: Any = None
         flags: list[Any] = []
         if self.whole is not None:  # who has an address knows that nothing is in the way
-            again = reserve.again(self.made, self.whole, x) if address else None
-            out, kept = again or (reserve.empty(self.whole, x), None)
+            out = reserve.again(self.made, self.whole, x) if address else None
+            out = reserve.empty(self.whole, x) if out is None else out
         result: Any = out
         if address and self.parts.follows:
-            if not follow(self, mail, number, own, address, out, kept, flags):
+            if not follow(self, mail, number, own, address, out, flags):
                 return None
         else:
             parts: list[Any] = [None] * len(self.reads)

@@ -23,7 +23,6 @@ from torch import Tensor
 from meshcomm import _torch
 from meshcomm.runtime.process.boxes import ENTRIES, ENTRY
 from meshcomm.runtime.process.lending import PART, STATE, Segment, address_of, copy
-from meshcomm.runtime.process.reuse import Kept
 from meshcomm.runtime.transports.shared.mailbox import Mail
 from meshcomm.runtime.transports.shared.waiting import give_way
 from meshcomm.runtime.transports.shared.words import DIGEST, OFFSET, ROOT, SERIAL
@@ -146,12 +145,9 @@ def parts_of(known: Any, itemsize: int, tells: bool, reduces: str) -> Parts | No
     return Parts(lent, start, size, known.own_at, itemsize, tells, follows, reduces if follows else "")
 
 
-def follow(
-    known: Any, mail: Mail, number: int, own: Any, address: int, out: Tensor, kept: Kept | None, flags: list[Any]
-) -> bool:
+def follow(known: Any, mail: Mail, number: int, own: Any, address: int, out: Tensor, flags: list[Any]) -> bool:
     """Whether ``out`` is made of this rank's own and of what the other one writes, if there is one, while it does: it
-    may not come in time, or not be such a call. ``kept``: what ``out`` is of, where that was kept. ``flags``: what was
-    borrowed.
+    may not come in time, or not be such a call. ``flags``: what was borrowed.
     """
     parts, cut, to = known.parts, None, 0
     if not parts.reduces:
@@ -160,7 +156,7 @@ def follow(
     for k, i, cells, first, places in known.sources:
         at = first + number % ENTRIES * ENTRY
         if parts.reduces and cells[at] != number:  # views take their time, and the other one is not ready
-            cut = parts.cut(own), parts.cut(out) if kept is None else kept.views(parts.cut)
+            cut = parts.cut(own), parts.cut(out)
         if cells[at] != number and not _comes(cells, at, number):
             return False
         if cells[at + DIGEST] != known.meaning[1] or cells[at + ROOT] != known.rooted:
