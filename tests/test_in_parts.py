@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm as mc
 from meshcomm.runtime.process import lending
-from meshcomm.runtime.process.reuse import Kept
 from meshcomm.runtime.transports.shared import at_once, in_parts, waiting
+from meshcomm.runtime.transports.shared.call import Call
 from meshcomm.runtime.transports.shared.in_parts import Parts
 from meshcomm.runtime.transports.shared.messages import one_message
 
@@ -272,9 +272,7 @@ def interrupted_often(part: int) -> Iterator[list[int]]:
 
 PLACES: dict[str, tuple[CodeType, ...]] = {
     "written": (Parts.write.__code__,),
-    "read": tuple(
-        each.__code__ for each in (in_parts.follow, Parts.copy, Parts.reduce, Parts.copy_own, Parts.cut, Kept.views)
-    ),
+    "read": tuple(each.__code__ for each in (in_parts.follow, Parts.copy, Parts.reduce, Parts.copy_own, Parts.cut)),
 }
 
 
@@ -311,6 +309,43 @@ def interrupted(name: str, where: str) -> None:
 @pytest.mark.parametrize("name", SOME)
 def test_who_is_interrupted(pool4: Any, name: str, where: str) -> None:
     pool4.run(interrupted, name, where)
+
+
+def interrupted_at_the_end(way: str) -> None:
+    """As soon as any of the calls in it has returned."""
+    mesh = pairs()
+    x, me, number, is_over = given(mesh.rank), mesh.coordinate["a"], 0, False
+    expected = mc.all_reduce(x, "a", mesh=mesh)
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        nonlocal left
+        if frame.f_code is Call._end.__code__ and event == "c_return":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+
+    while not is_over:
+        number += 1
+        left, before = number if me == 0 else -1, sys.getprofile()
+        work = mc.all_reduce(x, "a", mesh=mesh, async_op=True)
+        sys.setprofile(profile)
+        try:
+            work.wait()
+        except KeyboardInterrupt:
+            assert left == 0
+        finally:
+            sys.setprofile(before)
+        if way == "waited for again" and left == 0:
+            assert alike(work.wait(), expected)
+        del work
+        is_at_rest(mesh)
+        is_over = bool(mc.broadcast(torch.tensor(left > 0), "a", 0, mesh=mesh))
+    assert number > 3
+
+
+@pytest.mark.parametrize("way", ["waited for again", "dropped"])
+def test_who_is_interrupted_at_the_end_of_a_call_returns_what_was_lent(pool4: Any, way: str) -> None:
+    pool4.run(interrupted_at_the_end, way)
 
 
 def other_roots(name: str) -> None:
@@ -370,6 +405,29 @@ def in_turns() -> None:
 
 def test_results_of_many_forms_in_turns(pool4: Any) -> None:
     pool4.run(in_turns)
+
+
+def signs_of_zeros(op: str) -> None:
+    """They do not depend on whether the other one is just writing."""
+    mesh = pairs()
+    me = mesh.coordinate["a"]
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.zeros(2**18 + 27, dtype=dtype) * (1 - 2 * me)
+        expected = mc.reduce(x, "a", 0, op, mesh=mesh, async_op=True).wait()
+        seen = []
+        with pytest.MonkeyPatch.context() as patch:
+            own = Parts.reduce
+            patch.setattr(Parts, "reduce", lambda *given: seen.append(given) or own(*given))
+            patch.setattr(waiting, "AWAKE", 60.0)
+            patch.setattr(in_parts, "copy", lambda *given: (time.sleep(0.001), lending.copy(*given)))
+            for _ in range(4):
+                assert alike(mc.reduce(x, "a", 0, op, mesh=mesh), expected)
+        assert bool(seen) == (me == 0)
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_signs_of_zeros(pool4: Any, op: str) -> None:
+    pool4.run(signs_of_zeros, op)
 
 
 class _Spoiling(TorchDispatchMode):

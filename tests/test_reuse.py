@@ -7,6 +7,7 @@ import copy
 import gc
 import os
 import pickle
+import signal
 import sys
 import threading
 import weakref
@@ -17,11 +18,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import meshcomm as mc
 from meshcomm import _torch
 from meshcomm.runtime.process import reuse
-from meshcomm.runtime.process.reuse import Kept, Reserve
+from meshcomm.runtime.process.reuse import Reserve
 
 SHAPE = (512, 1024)
 
@@ -38,26 +40,6 @@ def reserve_of(dtype: torch.dtype = torch.float32) -> Reserve:
 
 def given(reserve: Reserve, dtype: torch.dtype = torch.float32) -> Tensor:
     return reserve.empty(SHAPE, torch.empty(0, dtype=dtype))
-
-
-def given_and_cut(reserve: Reserve) -> Tensor:
-    """One of whose storage views are kept."""
-    found = reserve.again(4 * SHAPE[0] * SHAPE[1], SHAPE, torch.empty(0))
-    assert found is not None
-    x, kept = found
-    first, rest = views = kept.views(quarters)
-    assert kept.views(quarters) is views
-    first.fill_(1)
-    rest.fill_(2)
-    assert x.view(-1)[[0, 2**17 - 1, 2**17, -1]].tolist() == [1, 1, 2, 2]
-    return x
-
-
-def quarters(x: Tensor) -> list[Tensor]:
-    return list(x.view(-1).split_with_sizes([2**17, 3 * 2**17]))
-
-
-Gives = Callable[[Reserve], Tensor]
 
 
 @needs_counts
@@ -99,19 +81,18 @@ def _with_gradient(x: Tensor) -> Tensor:
 
 
 @needs_counts
-@pytest.mark.parametrize("give", [given, given_and_cut])
 @pytest.mark.parametrize("how", HOLDERS)
-def test_what_somebody_has_is_not(how: str, give: Gives) -> None:
+def test_what_somebody_has_is_not(how: str) -> None:
     reserve = reserve_of()
-    x = give(reserve)
+    x = given(reserve)
     at, held, as_it_was = x.data_ptr(), HOLDERS[how](x), x.untyped_storage().resizable()
     del x
     gc.collect()
-    others = [give(reserve) for _ in range(3)]
+    others = [given(reserve) for _ in range(3)]
     assert at not in {other.data_ptr() for other in others}
     del held, others
     gc.collect()
-    assert (at in {other.data_ptr() for other in [give(reserve) for _ in range(4)]}) == as_it_was
+    assert (at in {other.data_ptr() for other in [given(reserve) for _ in range(4)]}) == as_it_was
 
 
 CHANGES: dict[str, Callable[[Tensor], object]] = {
@@ -123,15 +104,14 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 
 
 @needs_counts
-@pytest.mark.parametrize("give", [given, given_and_cut])
 @pytest.mark.parametrize("how", CHANGES)
-def test_what_was_changed_is_not(how: str, give: Gives) -> None:
+def test_what_was_changed_is_not(how: str) -> None:
     reserve = reserve_of()
-    x = give(reserve)
+    x = given(reserve)
     CHANGES[how](x)
     storage = x.untyped_storage()._cdata
     del x
-    y = give(reserve)
+    y = given(reserve)
     assert y.untyped_storage()._cdata != storage
     assert not y.is_shared()
     assert y.untyped_storage().resizable()
@@ -163,62 +143,6 @@ def test_what_is_given_again_knows_nothing_of_what_was_given_before() -> None:
         assert not vars(x)
         x.add_(1)
     assert len(reserve._kept) == 1
-
-
-@needs_counts
-def test_views_are_of_what_was_given_last() -> None:
-    """Whatever it was before, and in whatever mode it was asked for first."""
-    nbytes, reserve = 4 * SHAPE[0] * SHAPE[1], reserve_of()
-    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
-        for shape, dtype in [((2**19,), torch.float32), (SHAPE, torch.int32), ((2**20,), torch.bfloat16)]:
-            for cut in (quarters, lambda x: [x], quarters):
-                with mode():
-                    found = reserve.again(nbytes, shape, torch.nn.Parameter(torch.empty(0, dtype=dtype), False))
-                    assert found is not None
-                    x, kept = found
-                    views = kept.views(cut) if dtype.itemsize == 4 else kept.views(lambda x: [x.view(-1)])
-                    assert x.is_inference() == (mode is torch.inference_mode)
-                for number, view in enumerate(views):
-                    assert type(view) is Tensor
-                    assert not view.is_inference()
-                    assert view.dtype == dtype
-                    view.fill_(number)
-                assert sum(view.numel() for view in views) == x.numel()
-                assert torch.equal(x.view(-1), torch.cat([view.reshape(-1) for view in views]))
-                del found, x, views, view
-    assert len(reserve._kept) == 1
-    assert reserve._kept[0].is_free()
-
-
-@needs_counts
-def test_who_is_interrupted_while_views_are_made_has_them_the_next_time() -> None:
-    reserve, line, is_over = reserve_of(), 0, False
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal left
-        if frame.f_code in (Kept.views.__code__, Kept.tensor.__code__, Kept._formed.__code__):
-            left -= event == "line"
-            if left < 0:
-                raise KeyboardInterrupt
-            return trace
-        return trace if frame.f_code in (given_and_cut.__code__, Reserve.again.__code__) else None
-
-    while not is_over:
-        line += 1
-        with contextlib.suppress(KeyboardInterrupt):
-            reserve.empty((2 * SHAPE[0], SHAPE[1] // 2), torch.empty(0))
-            left, before = line, sys.gettrace()
-            sys.settrace(trace)
-            try:
-                given_and_cut(reserve)
-            finally:
-                sys.settrace(before)
-        is_over = left >= 0
-        for _ in range(2):
-            given_and_cut(reserve)
-        assert len(reserve._kept) == 1
-        assert reserve._kept[0].is_free()
-    assert line > 10
 
 
 def test_it_is_a_tensor_as_any_other(tmp_path: Path) -> None:
@@ -303,6 +227,35 @@ def test_who_is_interrupted_anywhere_goes_on(monkeypatch: pytest.MonkeyPatch) ->
     assert lines > 20
 
 
+@needs_counts
+def test_who_is_interrupted_by_a_signal_leaves_no_lock() -> None:
+    reserve, is_on, times = reserve_of(), False, 0
+    given(reserve)
+
+    def interrupt(*_: object) -> None:
+        if is_on:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for k in range(2000):
+            with contextlib.suppress(KeyboardInterrupt):
+                try:
+                    is_on = True
+                    signal.setitimer(signal.ITIMER_REAL, 1e-5 + k % 100 * 1e-7)
+                    for _ in range(100):
+                        given(reserve)
+                finally:
+                    is_on = False
+                continue
+            times += 1
+            assert not reserve._lock.locked()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert times > 100
+
+
 def test_small_results_and_those_inside_a_transform_are_plain() -> None:
     reserve = Reserve()
     reserve.empty((3, 0), torch.empty(0))
@@ -383,6 +336,38 @@ def subclasses(size: int) -> None:
 @pytest.mark.parametrize("size", [3, 2**17])
 def test_results_are_of_the_class_that_they_were(pool4: Any, size: int) -> None:
     pool4.run(subclasses, size)
+
+
+class _Wrapping(TorchFunctionMode):
+    """What is made while it is on is of a user's class."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = function(*args, **(kwargs or {}))
+        return y.as_subclass(Subclass) if type(y) is Tensor else y
+
+
+def after_a_mode(size: int) -> None:
+    mesh = mc.make_mesh({"a": 2, "b": 2})
+    x, at = torch.ones(4, size), mesh.coordinate["a"]
+    mc.barrier("a", mesh=mesh)
+    calls: list[Callable[[], Any]] = [
+        lambda: mc.all_reduce(x, "a", mesh=mesh),
+        lambda: mc.reduce(x, "a", 0, mesh=mesh),
+        lambda: mc.gather(x, "a", 0, mesh=mesh),
+        lambda: mc.scatter(None if at else x, "a", 0, 0, x[:2], mesh=mesh),
+        lambda: mc.broadcast(x, "a", 1, mesh=mesh),
+        lambda: mc.exchange([(x, 1 - at)], [(1 - at, x.shape, x.dtype)], "a", mesh=mesh)[0],
+    ]
+    for call in calls:
+        for _ in range(4):
+            with _Wrapping():
+                call()
+        assert {type(call()) for _ in range(4)} <= {Tensor, type(None)}
+
+
+@pytest.mark.parametrize("size", [3, 2**17])
+def test_no_result_is_of_a_class_that_another_one_was_made(pool4: Any, size: int) -> None:
+    pool4.run(after_a_mode, size)
 
 
 @needs_counts

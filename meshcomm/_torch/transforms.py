@@ -97,9 +97,9 @@ def plain_now() -> bool:
 
 def lasting(make: Callable[..., T], *args: Any) -> T:
     """``make(*args)``, plain tensors that outlive whatever their first user is in the middle of."""
-    if plain_now() and not torch.is_inference_mode_enabled():  # to leave nothing takes longer than the rest
-        return make(*args)
-    with outside_transforms():
+    if plain_now() and not (torch.is_inference_mode_enabled() or function_modes()):
+        return make(*args)  # to leave nothing takes longer than the rest
+    with outside_transforms(), _plainly if _unseen is None else _unseen():
         return make(*args)
 
 

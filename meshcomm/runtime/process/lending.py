@@ -113,7 +113,7 @@ class Segment:
         if known is not None and known[0] == nbytes and known[1] is dtype and not _torch.functorch_active():
             return known[2]
         part = self.bytes[:nbytes].view(dtype)
-        if _torch.plain_now() and not torch.is_inference_mode_enabled():
+        if _torch.plain_now() and not (torch.is_inference_mode_enabled() or _torch.function_modes()):
             self._part = nbytes, dtype, part
         return part
 

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from sys import getrefcount
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,24 +34,22 @@ _LONG = 10.0
 """Seconds after which what was not asked for is forgotten."""
 
 
-class Kept:
+class _Kept:
     """A storage that was given to a result."""
 
-    __slots__ = ("_base", "_cut", "_dtype", "_shape", "_views", "given", "nbytes", "storage")
+    __slots__ = ("_base", "_dtype", "_shape", "given", "nbytes", "storage")
 
     def __init__(self, nbytes: int) -> None:
         self._base = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._shape: Sequence[int] | None = None
         self._dtype = torch.uint8
-        self._cut: Any = None
-        self._views: Sequence[Tensor] = ()
         self.storage = self._base.untyped_storage()
         self.nbytes, self.given = nbytes, 0.0
 
     def is_free(self) -> bool:
         """Whether nobody has it, and it is as it was."""
         storage = self.storage  # numpy has torch never resize again what it has once seen
-        if _of_tensor(storage, 1 + len(self._views)) or getrefcount(storage) > _UNHELD:
+        if _of_tensor(storage, 1) or getrefcount(storage) > _UNHELD:
             return False
         return storage.nbytes() == self.nbytes and storage.resizable() and not storage.is_shared()
 
@@ -61,7 +58,6 @@ class Kept:
         nothing of torch is in the processor's cache.
         """
         if self._shape != shape or self._dtype is not like.dtype:
-            self._cut, self._views = None, ()
             self._shape, self._dtype = None, like.dtype
             self._base = _torch.lasting(self._formed, shape)
             self._shape = tuple(shape)
@@ -72,19 +68,11 @@ class Kept:
     def _formed(self, shape: Sequence[int]) -> Tensor:
         return torch.empty(0, dtype=self._dtype, device="cpu").set_(self.storage, 0, shape, ())
 
-    def views(self, cut: Callable[[Tensor], Sequence[Tensor]]) -> Sequence[Tensor]:
-        """Those that ``cut`` makes of the tensor given last: most want them as the last one did."""
-        if self._cut != cut:
-            self._cut, self._views = None, ()
-            self._views = _torch.lasting(cut, self._base)
-            self._cut = cut  # last: Ctrl-C may come in between
-        return self._views
-
 
 _of_tensor = _torch.of_tensor
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 with _torch.outside_transforms():  # who imports this may be in a mode
-    _spare = Kept(1)
+    _spare = _Kept(1)
 _UNHELD = getrefcount(_spare.storage) + 1
 """As many references as Python has to a storage that nobody else has, beside the one who looks."""
 
@@ -96,7 +84,7 @@ class Reserve:
         """``now``: seconds; ``gives``: whether it may give of what it keeps."""
         self._now, self._gives = now, gives
         self._lock = threading.Lock()
-        self._kept: list[Kept] = []
+        self._kept: list[_Kept] = []
         self._asked: deque[int] = deque(maxlen=_MOST)
         self.held = 0
         """Bytes of what is kept."""
@@ -106,49 +94,44 @@ class Reserve:
         """A new dense tensor of this shape, of the dtype of ``like``, which is on the CPU."""
         nbytes = math.prod(shape) * like.itemsize
         found = self.again(nbytes, shape, like) if nbytes >= LEAST and self._gives() else None
-        return like.new_empty(shape) if found is None else found[0]
+        return like.new_empty(shape) if found is None else found
 
-    def again(self, nbytes: int, shape: Sequence[int], like: Tensor) -> tuple[Tensor, Kept] | None:
-        """The same of so many bytes, ``LEAST`` or more, where it may give of what it keeps, as in `find`; and of which
-        storage it is.
-        """
-        if nbytes > self._room or not self._lock.acquire(blocking=False):
+    def again(self, nbytes: int, shape: Sequence[int], like: Tensor) -> Tensor | None:
+        """The same of so many bytes, ``LEAST`` or more, where it may give of what it keeps, as in `find`."""
+        # Who holds the lock may be this thread, in the middle of what frees something else. Taken by ``with``: Ctrl-C
+        # may come as soon as a call has taken it.
+        if nbytes > self._room or self._lock.locked():
             return None
-        try:
+        with self._lock:
             now, mine = self._now(), self._kept
             for kept in reversed(mine):  # as `_take` does it, with the steps that one takes mostly
                 if kept.nbytes == nbytes and kept.is_free():
                     break
             else:
                 found = self._take(nbytes, 1)
-                return None if found is None else (found[0].tensor(shape, like), found[0])
+                return None if found is None else found[0].tensor(shape, like)
             kept.given = now
             if kept is not mine[-1]:
                 mine.remove(kept)
                 mine.append(kept)
             if now - mine[0].given > _LONG:
                 self._forget(now)
-            return kept.tensor(shape, like), kept
-        finally:
-            self._lock.release()
+            return kept.tensor(shape, like)
 
     def find(self, shape: Sequence[int], like: Tensor, count: int = 1) -> list[Tensor] | None:
         """So many of them, the results of one call; None if they had better be torch's: nobody has asked for such
         before, or they are too small or too large to be kept.
         """
         nbytes = math.prod(shape) * like.itemsize
-        # Who holds the lock may be this thread, in the middle of what frees something else.
-        if not LEAST <= nbytes <= self._room or not self._gives() or not self._lock.acquire(blocking=False):
+        if not LEAST <= nbytes <= self._room or not self._gives() or self._lock.locked():
             return None
-        try:
+        with self._lock:
             kept = self._take(nbytes, count)
             return None if kept is None else [each.tensor(shape, like) for each in kept]
-        finally:
-            self._lock.release()
 
-    def _take(self, nbytes: int, count: int) -> list[Kept] | None:
+    def _take(self, nbytes: int, count: int) -> list[_Kept] | None:
         now, mine = self._now(), self._kept
-        found: list[Kept] = []
+        found: list[_Kept] = []
         for kept in reversed(mine):  # what was used last is nearest to the processor
             if kept.nbytes == nbytes and kept.is_free():
                 found.append(kept)
@@ -158,7 +141,7 @@ class Reserve:
             if nbytes not in self._asked:  # what is never asked for again is not kept
                 self._asked.append(nbytes)
                 return None
-            new = [Kept(nbytes) for _ in range(count - len(found))]
+            new = [_Kept(nbytes) for _ in range(count - len(found))]
             self.held = sum(each.nbytes for each in (*mine, *new))  # anew: Ctrl-C may have come in between
             mine += new
             found += new
@@ -178,13 +161,11 @@ class Reserve:
 
     def trim(self, seconds: float = _LONG) -> None:
         """Forget what was not asked for in so long a time."""
-        if self._kept and self._lock.acquire(blocking=False):
-            try:
+        if self._kept and not self._lock.locked():
+            with self._lock:
                 end = self._now() - seconds
                 while self._kept and self._kept[0].given <= end:
                     self.held -= self._kept.pop(0).nbytes
-            finally:
-                self._lock.release()
 
 
 def _room() -> int:

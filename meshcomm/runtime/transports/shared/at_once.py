@@ -190,7 +190,9 @@ class _Known:
         self.partly = len(boxes) < n - 1
         self.entries: dict[Segment | None, Any] = {}
         tells = n == 2 and (way.dst or way.name == "scatter")
-        self.parts: Any = parts_of(self, x.itemsize, tells, way.take is None) if self.nbytes >= LARGE else None
+        self.parts: Any = None
+        if self.nbytes >= LARGE:
+            self.parts = parts_of(self, x.itemsize, tells, op if way.take is None else "")
 
     def entry(self, lent: Segment | None) -> tuple[Any, ...]:
         """What is said where this is lent; where the tensor is written to, and what this rank reads of it."""
@@ -260,14 +262,13 @@ class _Known:
     ) -> Tensor | None:
         """The result, and the call is over; None if it has to go on as a ``Call``."""
         out: Any = None
-        kept: Any = None
         flags: list[Any] = []
         if self.whole is not None:  # who has an address knows that nothing is in the way
-            again = reserve.again(self.made, self.whole, x) if address else None
-            out, kept = again or (reserve.empty(self.whole, x), None)
+            out = reserve.again(self.made, self.whole, x) if address else None
+            out = reserve.empty(self.whole, x) if out is None else out
         result: Any = out
         if address and self.parts.follows:
-            if not follow(self, mail, number, own, address, out, kept, flags):
+            if not follow(self, mail, number, own, address, out, flags):
                 return None
         else:
             parts: list[Any] = [None] * len(self.reads)

@@ -225,21 +225,27 @@ class Call(Entry):
 
     def _end(self, segments: Mapping[int, Segment]) -> None:
         """Return what was borrowed, and let go of everything."""
-        self._over = True
         if self.record[ENDED] is None:
             if self._error is None:
                 self.record[ENDED] = time.monotonic()
             else:
                 failed(self.record, self._error)
-        place = self.link.index
-        for segment in segments.values():
-            segment.flags[place] = 0
-        if self._lent is not None:
-            self._lent.flags[place] = 0
-        self.mail.open.pop(self.number, None)
+        place, lent, is_open = self.link.index, self._lent, self.mail.open
+        left = iter([segment.flags for segment in segments.values()])
+        self._over = True  # no call from here to the next one: Ctrl-C comes with one, and nobody ends it a second time
+        if lent is not None:
+            lent.flags[place] = 0
         self._decided, self.watch = True, None  # that knows this call: a circle would keep the result
         self._fill = self._first = self._opened = self.packed = self._own = self._lent = None
         self._segments = {}
+        try:
+            is_open.pop(self.number, None)
+            for flags in left:
+                flags[place] = 0
+        except BaseException:  # what was returned may be lent again
+            for flags in left:
+                flags[place] = 0
+            raise
 
     def quit(self, error: Exception) -> None:
         """Nobody reads it: all ranks know that, or will."""

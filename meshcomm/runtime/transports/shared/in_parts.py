@@ -23,7 +23,6 @@ from torch import Tensor
 from meshcomm import _torch
 from meshcomm.runtime.process.boxes import ENTRIES, ENTRY
 from meshcomm.runtime.process.lending import PART, STATE, Segment, address_of, copy
-from meshcomm.runtime.process.reuse import Kept
 from meshcomm.runtime.transports.shared.mailbox import Mail
 from meshcomm.runtime.transports.shared.waiting import give_way
 from meshcomm.runtime.transports.shared.words import DIGEST, OFFSET, ROOT, SERIAL
@@ -54,11 +53,12 @@ class Parts:
 
     def __init__(
         self, lent: Sequence[tuple[int, int]], start: int, size: int, own: int | None, itemsize: int,
-        tells: bool, follows: bool, reduces: bool,
+        tells: bool, follows: bool, reduces: str,
     ) -> None:  # fmt: skip
         """``lent``: from and to which bytes others read this rank's tensor. ``start``, ``size``: where in each tensor
         what this rank reads begins, and how long it is. ``own``: the place of this rank's in the result. ``tells``:
-        whether who reads is told part by part; ``follows``: whether this rank reads so, and ``reduces``, or copies.
+        whether who reads is told part by part; ``follows``: whether this rank reads so, and by which op it
+        ``reduces``; nothing if it copies.
         """
         most = _TOLD if tells else PART
         self._writes = [(at, min(most, end - at)) for begin, end in lent for at in range(begin, end, most)]
@@ -70,9 +70,11 @@ class Parts:
         """Where a tensor lies; 0 if it cannot be lent and read so."""
         self.tells, self.follows, self.reduces = tells, follows, reduces
         # To reduce takes longer than to write, and each view takes its time: when a quarter is done the rest is there.
+        # Which of two zeros is the greater one depends for torch on where they lie: they lie there as in the whole.
         count = size // itemsize
-        self._cuts = [count // 4, count - count // 4]
-        self._ends = [start + count // 4 * itemsize, start + size]
+        first = 0 if reduces in ("max", "min") else count // 4
+        self._cuts = [first, count - first] if first else [count]
+        self._ends = [start + first * itemsize, start + size] if first else [start + size]
 
     def write(self, lent: Segment, address: int) -> None:
         """All that others read."""
@@ -129,7 +131,7 @@ class Parts:
         return True
 
 
-def parts_of(known: Any, itemsize: int, tells: bool, reduces: bool) -> Parts | None:
+def parts_of(known: Any, itemsize: int, tells: bool, reduces: str) -> Parts | None:
     """Those of such a call as :mod:`meshcomm.runtime.transports.shared.at_once` knows it, if there are some."""
     size, lent = known.nbytes, [(0, known.nbytes)]
     if known.rows:
@@ -140,15 +142,12 @@ def parts_of(known: Any, itemsize: int, tells: bool, reduces: bool) -> Parts | N
         return None
     start = known.index * size if known.rows else 0
     lent = lent if known.readers else []
-    return Parts(lent, start, size, known.own_at, itemsize, tells, follows, follows and reduces)
+    return Parts(lent, start, size, known.own_at, itemsize, tells, follows, reduces if follows else "")
 
 
-def follow(
-    known: Any, mail: Mail, number: int, own: Any, address: int, out: Tensor, kept: Kept | None, flags: list[Any]
-) -> bool:
+def follow(known: Any, mail: Mail, number: int, own: Any, address: int, out: Tensor, flags: list[Any]) -> bool:
     """Whether ``out`` is made of this rank's own and of what the other one writes, if there is one, while it does: it
-    may not come in time, or not be such a call. ``kept``: what ``out`` is of, where that was kept. ``flags``: what was
-    borrowed.
+    may not come in time, or not be such a call. ``flags``: what was borrowed.
     """
     parts, cut, to = known.parts, None, 0
     if not parts.reduces:
@@ -157,7 +156,7 @@ def follow(
     for k, i, cells, first, places in known.sources:
         at = first + number % ENTRIES * ENTRY
         if parts.reduces and cells[at] != number:  # views take their time, and the other one is not ready
-            cut = parts.cut(own), parts.cut(out) if kept is None else kept.views(parts.cut)
+            cut = parts.cut(own), parts.cut(out)
         if cells[at] != number and not _comes(cells, at, number):
             return False
         if cells[at + DIGEST] != known.meaning[1] or cells[at + ROOT] != known.rooted:

@@ -74,8 +74,7 @@ class _Known:
         """The letter from its second cell on, if nothing is lent."""
         self.head = self.says[: PLACE - 1]
         """That of any letter that fits."""
-        with torch.inference_mode(False):  # it outlives that; nothing else is active: ``plain_now``
-            self.like = torch.empty(0, dtype=dtype, device=_CPU)
+        self.like = _torch.lasting(_nothing_of, dtype)
         self.places: dict[Any, Any] = {}
 
     def room(self) -> Tensor:
@@ -102,6 +101,10 @@ class _Known:
             if len(self.places) >= _PLACES:
                 self.places.clear()
             self.places[place] = found
+
+
+def _nothing_of(dtype: torch.dtype) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=_CPU)
 
 
 def _learned(
