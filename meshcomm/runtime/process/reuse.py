@@ -57,12 +57,12 @@ class _Kept:
         """A tensor of its own. Most are as the last one, of which a copy takes half as long, and much less where
         nothing of torch is in the processor's cache.
         """
+        if torch.is_inference_mode_enabled() or type(like) not in _PLAIN:  # what is made there, or of it, stays so
+            return like.new_empty(0).set_(self.storage, 0, shape, ())
         if self._shape != shape or self._dtype is not like.dtype:
             self._shape, self._dtype = None, like.dtype
             self._base = _torch.lasting(self._formed, shape)
             self._shape = tuple(shape)
-        if torch.is_inference_mode_enabled() or type(like) not in _PLAIN:  # what is made there, or of it, stays so
-            return like.new_empty(0).set_(self.storage, 0, shape, ())
         return self._base.data
 
     def _formed(self, shape: Sequence[int]) -> Tensor:
