@@ -236,6 +236,22 @@ def test_the_same_leaf_beside_what_varies_and_what_does_not(name: str) -> None:
         assert_close(found, expected)
 
 
+def test_two_of_a_list_have_the_same_memory_and_other_types() -> None:
+    """What was written into both is in all of that."""
+
+    def run() -> list[Any]:
+        found = []
+        with mc.check_vma():
+            for into in (torch._foreach_add_, lambda a, b: torch._foreach_add_(a[::-1], b[::-1])):
+                x = of(()) * 1.0
+                one, two = (mc.mark_varying(x.detach(), axis) for axis in ("dp", "tp"))
+                into([one, two], [of("dp"), of("tp")])
+                found += [mc.varying_axes(each) for each in (x, one, two)]
+        return found
+
+    assert in_ranks(run) == [[{"dp", "tp"}] * 6] * 4
+
+
 def test_data_that_is_set_leaves_the_graph_as_it_varies() -> None:
     """It has had its pvary: another one would sum the gradient twice."""
 

@@ -274,7 +274,10 @@ class Operations(Writes):
             if into:
                 if not (kind.random and is_new(target)):
                     self._stays(target, whole, kind.name)
-                self._make_room(target, whole, kind.name, operands)
+                room = self._make_room(target, whole, kind.name, operands)
+                if room is not None:  # views of it among the operands are in the graph of that pvary
+                    beside = zip(count, found, strict=False)
+                    found = [whole if x is room or x._base is room else each for x, each in beside]
             args, kwargs = self._evened(
                 count, found[: len(count)], whole, kind.name, args, kwargs, target if into else None
             )
