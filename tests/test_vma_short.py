@@ -168,6 +168,104 @@ def test_what_is_given_back_of_what_was_written_into_is_noted() -> None:
     assert in_ranks(run) == [[True] * 4] * 4
 
 
+Rows = Callable[..., Tensor]
+ROWS: dict[str, tuple[Rows, Rows]] = {
+    "cat": (lambda x, w, u: torch.cat([x, x, w]), lambda x, w, u: torch.cat([x, x, w, u])),
+    "stack": (lambda x, w, u: torch.stack((x, x, w), 0), lambda x, w, u: torch.stack((x, x, w, w, u), 0)),
+    "block_diag": (lambda x, w, u: torch.block_diag(x, x, w), lambda x, w, u: torch.block_diag(x, x, w, u)),
+    "layer_norm": (lambda x, w, u: torch.layer_norm(x, (4,), w), lambda x, w, u: torch.layer_norm(x, (4,), w, u)),
+    "another place": (
+        lambda x, w, u: torch.layer_norm(x, (4,), w),
+        lambda x, w, u: torch.layer_norm(x, (4,), None, w) * u,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_other_lengths(name: str) -> None:
+    """The third one alone is to be varied, and then more beside it are, of the same type."""
+    few, many = ROWS[name]
+
+    def loss(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+        return (many(x, w, u) * x[0]).sum()
+
+    def run() -> Any:
+        with mc.check_vma():
+            x, w, u = of("dp"), weight(), weight()
+            for _ in range(4):
+                few(x, w, u)
+            return torch.autograd.grad(loss(x, w, u), (w, u))
+
+    one, two = (torch.arange(1.0, 5.0, requires_grad=True) for _ in range(2))
+    parts = [loss(torch.arange(1.0, 5.0) + 0.5 * i, one, two) for i in range(2)]
+    expected = torch.autograd.grad(parts[0] + parts[1], (one, two))
+    for found in in_ranks(run):
+        assert_close(found, expected)
+
+
+LISTS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "beside two": lambda x, n, w: torch._foreach_mul([x, n], [w, w]),
+    "in both rows": lambda x, n, w: torch._foreach_add([w, w], [n, x]),
+    "several": lambda x, n, w: torch._foreach_addcmul([n, w], [w, x], [n, n], value=0.5),
+    "in place": lambda x, n, w: into(n, x, lambda z: torch._foreach_add_(z, [w, w])),
+    "in place, one beside all": lambda x, n, w: into(n, x, lambda z: torch._foreach_mul_(z, w.sum())),
+}
+
+
+def into(n: Tensor, x: Tensor, write: Callable[[list[Tensor]], Any]) -> list[Tensor]:
+    z = [n * 1.0, x * 1.0]
+    write(z)
+    return z
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_the_same_leaf_beside_what_varies_and_what_does_not(name: str) -> None:
+    def loss(x: Tensor, n: Tensor, w: Tensor) -> Tensor:
+        one, two = LISTS[name](x, n, w)
+        return ((one + two) * x).sum()
+
+    def run() -> Any:
+        with mc.check_vma():
+            x, n, w = of("dp"), of(()), weight()
+            return torch.autograd.grad(loss(x, n, w), w)
+
+    w = torch.arange(1.0, 5.0, requires_grad=True)
+    parts = [loss(torch.arange(1.0, 5.0) + 0.5 * i, torch.arange(1.0, 5.0), w) for i in range(2)]
+    expected = torch.autograd.grad(parts[0] + parts[1], w)
+    for found in in_ranks(run):
+        assert_close(found, expected)
+
+
+def test_two_of_a_list_have_the_same_memory_and_other_types() -> None:
+    """What was written into both is in all of that."""
+
+    def run() -> list[Any]:
+        found = []
+        with mc.check_vma():
+            for into in (torch._foreach_add_, lambda a, b: torch._foreach_add_(a[::-1], b[::-1])):
+                x = of(()) * 1.0
+                one, two = (mc.mark_varying(x.detach(), axis) for axis in ("dp", "tp"))
+                into([one, two], [of("dp"), of("tp")])
+                found += [mc.varying_axes(each) for each in (x, one, two)]
+        return found
+
+    assert in_ranks(run) == [[{"dp", "tp"}] * 6] * 4
+
+
+def test_data_that_is_set_leaves_the_graph_as_it_varies() -> None:
+    """It has had its pvary: another one would sum the gradient twice."""
+
+    def run() -> Any:
+        with mc.check_vma():
+            x, n, w = of("dp"), of(()), weight()
+            y = w * x
+            y.data = n * 1.0
+            return mc.varying_axes(y), torch.autograd.grad((y * x).sum(), w)[0].tolist()
+
+    squares = [2 * a * a + a + 0.25 for a in (1.0, 2.0, 3.0, 4.0)]
+    assert in_ranks(run) == [({"dp"}, squares)] * 4
+
+
 class Scale(torch.autograd.Function):
     """What it gives is of types that meet there, neither of which has a gradient."""
 

@@ -130,6 +130,21 @@ def by_rows(s: Tensor, x: Tensor) -> Tensor:
     return total
 
 
+def of_another_view(s: Tensor, x: Tensor) -> Tensor:
+    """Both are in the graph of the pvary that is made in place of what they are views of."""
+    z = s * 2.0
+    z[:1].addcmul_(z[1:], x[:1])
+    return (z * x).sum()
+
+
+def of_another_view_once_varied(s: Tensor, x: Tensor) -> Tensor:
+    z = s * 2.0
+    before = (z * x).sum()
+    z[:1] += z[1:]
+    z.view(1, 2).add_(z.view(1, 2))
+    return before + (z * x).sum()
+
+
 def detached_alias(s: Tensor, x: Tensor) -> Tensor:
     z = x.clone()
     d = z.detach()
@@ -158,7 +173,7 @@ def two_buffers(s: Tensor, x: Tensor) -> Tensor:
     "program",
     [
         whole_base, base_after_zero, base_without_graph, expanded, declared_view, by_rows, detached_alias,
-        buffer_used_again, two_buffers,
+        buffer_used_again, two_buffers, of_another_view, of_another_view_once_varied,
     ],
 )  # fmt: skip
 def test_overwritten(program: Program) -> None:

@@ -240,7 +240,7 @@ class AtOnce(Several, InPlace):
                 result = func(*args, **kwargs) if kwargs else func(*args)
             else:
                 quick, given = False, args
-                if (place := short.narrow) >= 0:
+                if (place := short.narrow) >= 0 and (place < 2 or (count or 2 + len(rest)) == 3):
                     x, at_x = (
                         (a, at)
                         if not place

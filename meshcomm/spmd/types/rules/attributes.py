@@ -62,10 +62,10 @@ class Attributes(Writes):
                 self._refuse(name, "sets a gradient of another type than x has.", got, "leave gradients alone")
             if kind.name == "data" and mine is not None and theirs is not None:
                 self._stays(x, theirs, name)
-                if tracked(x) and (lacks := theirs.axes - mine.axes):
+                if (inside := tracked(x)) and (lacks := theirs.axes - mine.axes):
                     self._out_of_graph(x, mine, lacks, f"{name} at {call_site()}")
                 result = func(*args)
-                self._note(x, self._as_declared(x, theirs), (x,))
+                self._note(x, mine if inside else self._as_declared(x, theirs), (x,))
                 return result
             if kind.name == "data":
                 self._known.pop(id(x), None)

@@ -173,10 +173,14 @@ class InPlace(Shorts, Writes):
 
     def _went_into(self, x: Any, owner: Any, again: Again, first: bool) -> None:
         """Note that ``x`` was written into."""
+        span = again.span
         if first:
-            self._first(owner, again)
+            if vars(owner.untyped_storage()):  # another one of the same list has this memory
+                span = None
+            else:
+                self._first(owner, again)
         before, after = again.at, x._version
-        if (span := again.span) is not None and span[1] == before:  # as saw does it
+        if span is not None and span[1] == before:  # as saw does it
             span[1] = again.at = x._meshcomm_version = owner._meshcomm_version = after
         else:
             saw(x, before, after)

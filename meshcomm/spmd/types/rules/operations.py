@@ -274,7 +274,10 @@ class Operations(Writes):
             if into:
                 if not (kind.random and is_new(target)):
                     self._stays(target, whole, kind.name)
-                self._make_room(target, whole, kind.name, operands)
+                room = self._make_room(target, whole, kind.name, operands)
+                if room is not None:  # views of it among the operands are in the graph of that pvary
+                    beside = zip(count, found, strict=False)
+                    found = [whole if x is room or x._base is room else each for x, each in beside]
             args, kwargs = self._evened(
                 count, found[: len(count)], whole, kind.name, args, kwargs, target if into else None
             )
@@ -315,11 +318,12 @@ class Operations(Writes):
         single = [*(arg for arg in every if isinstance(arg, Tensor)), *also] if rows != [operands] else []
         together = [[row[i] for row in rows if i < len(row)] + single for i in range(len(rows[0]))]
         kinds: list[Type | None] = []
-        others: dict[int, Tensor] = {}
-        for group in together:
-            found = self._types(group, kind.name)
+        others: dict[tuple[int, int], Tensor] = {}
+        each_found = [self._types(group, kind.name) for group in together]
+        beside = self._beside_all(single, each_found, kind.name)
+        for i, (group, found) in enumerate(zip(together, each_found, strict=True)):
             kept = self._kept(group[0], group[1:]) if kind.in_place else []
-            whole = None if found is None else join([*found, *kept], kind.name)
+            whole = None if found is None else join([*found, *kept, *beside], kind.name)
             kinds.append(whole)
             if kind.in_place and whole is not None:
                 self._stays(group[0], whole, kind.name)
@@ -332,9 +336,12 @@ class Operations(Writes):
                     got = f"{text_of(x)}, {along_of(each)}, beside what varies along {names(sorted(whole.axes))}"
                     fix = f"mc.pvary it before, or do without {kind.name}"
                     self._refuse(kind.name, "writes what varies into a graph of what is invariant.", got, fix)
-                others[id(x)] = self.vary(x, whole.axes - each.axes, kind.name, group, found)
-        if others:
-            args, kwargs = replaced(args, others), {key: replaced(value, others) for key, value in kwargs.items()}
+                others[i, id(x)] = self.vary(x, whole.axes - each.axes, kind.name, group, found)
+        if others:  # the same tensor may stand beside others elsewhere
+            args, kwargs = (
+                tuple(self._evened_row(x, others) for x in args),
+                {key: self._evened_row(x, others) for key, x in kwargs.items()},
+            )
         versions = [versions_of(group) for group in together]
         result = func(*args, **kwargs)
         if isinstance(result, (tuple, list)) and len(result) == len(together):
@@ -358,6 +365,21 @@ class Operations(Writes):
             else:
                 self._unknown_in_changed(group, before, kind.name)
         return result
+
+    def _beside_all(self, single: Sequence[Tensor], found: Sequence[list[Type] | None], name: str) -> list[Type]:
+        """What all elements are joined with, where one tensor stands beside each: its pvary does so, too."""
+        if not torch.is_grad_enabled() or not any([differentiated(x) for x in single]):  # noqa: C419 -- as in join
+            return []
+        known = [kind for each in found if each is not None for kind in each]
+        return [join(known, name)] if known else []
+
+    @staticmethod
+    def _evened_row(row: Any, others: dict[tuple[int, int], Tensor]) -> Any:
+        """The argument of a function of lists, with others, by place and id, in place of its tensors."""
+        if isinstance(row, (tuple, list)):
+            parts = [others.get((i, id(x)), x) for i, x in enumerate(row)]
+            return parts if isinstance(row, list) else tuple(parts)
+        return others.get((0, id(row)), row)
 
     def _host(self, kind: Kind, operands: Sequence[Tensor]) -> None:
         for x in operands:

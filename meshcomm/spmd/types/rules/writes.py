@@ -238,15 +238,17 @@ class Writes(Core):
         found = [held(target), None if base is None else self.type_of(base)]
         return [kind for kind in found if kind is not None and kind.axes and kind.grid is self.grid]
 
-    def _make_room(self, target: Tensor, whole: Type, name: str, operands: Sequence[Tensor]) -> None:
-        """Before something that varies is written into what requires grad and is invariant: pvary of that, in place."""
+    def _make_room(self, target: Tensor, whole: Type, name: str, operands: Sequence[Tensor]) -> Tensor | None:
+        """Before something that varies is written into what requires grad and is invariant: pvary of that, in place.
+        What was varied, and all views of it with that; None if nothing was.
+        """
         owner = target if target._base is None else target._base
         mine = self.type_of(owner) or self.type_of(target)
         if mine is None or not tracked(owner):
-            return
+            return None
         missing = whole.axes - mine.axes
         if not missing:
-            return
+            return None
         if functorch_active():
             self._refuse(
                 name,
@@ -262,6 +264,7 @@ class Writes(Core):
             _VaryInPlace.apply(owner, self._axis(missing))  # type: ignore[no-untyped-call]
         self._saw([owner], versions)
         self._note(owner, mine.begins(missing, Origin(name, call_site())))
+        return owner
 
     def _unknown_in_changed(self, operands: Sequence[Tensor], versions: Sequence[int], name: str) -> None:
         """Something unknown was written into those that have changed since."""
