@@ -14,7 +14,7 @@ import meshcomm as mc
 
 WAITS = {
     "look", "more", "at", "listen", "sleep", "ring", "wait_for_all", "gone_among", "is_read", "is_unread", "_wait_for",
-    "is_gone", "why_given_up", "why", "state",
+    "is_gone", "why_given_up", "why", "state", "give_way",
 }  # fmt: skip
 """What is called as often as it takes until the others have come."""
 
