@@ -419,8 +419,8 @@ def signs_of_zeros(op: str) -> None:
             own = Parts.reduce
             patch.setattr(Parts, "reduce", lambda *given: seen.append(given) or own(*given))
             patch.setattr(waiting, "AWAKE", 60.0)
-            patch.setattr(in_parts, "copy", lambda *given: (time.sleep(0.001), lending.copy(*given)))
-            for _ in range(4):
+            for slow in (0.001, 0.005, 0.02, 0.08):  # whoever is late to read, by so many parts he is not
+                patch.setattr(in_parts, "copy", lambda *given, slow=slow: (time.sleep(slow), lending.copy(*given)))
                 assert alike(mc.reduce(x, "a", 0, op, mesh=mesh), expected)
         assert bool(seen) == (me == 0)
 
