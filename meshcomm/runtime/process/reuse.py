@@ -103,20 +103,8 @@ class Reserve:
         if nbytes > self._room or self._lock.locked():
             return None
         with self._lock:
-            now, mine = self._now(), self._kept
-            for kept in reversed(mine):  # as `_take` does it, with the steps that one takes mostly
-                if kept.nbytes == nbytes and kept.is_free():
-                    break
-            else:
-                found = self._take(nbytes, 1)
-                return None if found is None else found[0].tensor(shape, like)
-            kept.given = now
-            if kept is not mine[-1]:
-                mine.remove(kept)
-                mine.append(kept)
-            if now - mine[0].given > _LONG:
-                self._forget(now)
-            return kept.tensor(shape, like)
+            kept = self._take(nbytes, 1)
+            return None if kept is None else kept[0].tensor(shape, like)
 
     def find(self, shape: Sequence[int], like: Tensor, count: int = 1) -> list[Tensor] | None:
         """So many of them, the results of one call; None if they had better be torch's: nobody has asked for such
@@ -150,14 +138,9 @@ class Reserve:
             if kept is not mine[-1]:
                 mine.remove(kept)
                 mine.append(kept)
-        self._forget(now)
-        return found
-
-    def _forget(self, now: float) -> None:
-        """What is more than shall be, or was not asked for."""
-        mine = self._kept
         while mine and (self.held > self._room or len(mine) > _MOST or now - mine[0].given > _LONG):
             self.held -= mine.pop(0).nbytes
+        return found
 
     def trim(self, seconds: float = _LONG) -> None:
         """Forget what was not asked for in so long a time."""

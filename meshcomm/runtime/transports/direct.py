@@ -53,7 +53,6 @@ def _both(name: str, **given: Any) -> tuple[Any, Any]:
 
 
 _GATHERS, _EXCHANGES = map(_both, ("AllgatherOptions", "AllToAllOptions"))
-_SUMS = _both("AllreduceOptions", reduceOp="sum")
 _REDUCES = {op: _both("AllreduceOptions", reduceOp=op) for op in _OPS}
 _SCATTERS = {op: _both("ReduceScatterOptions", reduceOp=op) for op in _OPS}
 
@@ -92,11 +91,11 @@ class DirectLink(PacketLink):
         later = told.later
         if plain and not (later or profiler_on()):
             return self._summed(self, x)  # type: ignore[return-value]
-        if op == "mean" and x.dtype in HALF and self._asked(x, op) != op:
+        if not plain and self._widens(x, op):
             return self._reduced_in_place(x, x.to(torch.float32, memory_format=torch.contiguous_format), op)
         y = x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
         if plain:
-            return self._direct(self, "all_reduce", op, x, -1, y, later, "allreduce", [y], _SUMS[later])
+            return self._direct(self, "all_reduce", op, x, -1, y, later, "allreduce", [y], _REDUCES[op][later])
         return self._reduced_in_place(x, y, op)
 
     def all_reduce_own(self, x: Tensor, op: str) -> Tensor:
@@ -105,14 +104,17 @@ class DirectLink(PacketLink):
         """
         if self._on_gloo and x.is_cpu:
             return self.all_reduce(x, op)
-        wide = op == "mean" and x.dtype in HALF and self._asked(x, op) != op
-        if wide or not (self._as_it_lies(x) and self._takes(x, op)):
+        if self._widens(x, op) or not (self._as_it_lies(x) and self._takes(x, op)):
             return self._all_reduce_own(x, op)
         return self._reduced_in_place(x, x, op)
 
     def _asked(self, x: Tensor, op: str) -> str:
         """For what the backend is: only NCCL knows a mean, which may be where the sum would be too large."""
         return "sum" if op == "mean" and x.device.type not in self.nccl else op
+
+    def _widens(self, x: Tensor, op: str) -> bool:
+        """Whether that sum is one in float32."""
+        return op == "mean" and x.dtype in HALF and self._asked(x, op) != op
 
     def _takes(self, x: Tensor, op: str) -> bool:
         """Whether the backend reduces such a tensor in place, or a view of it."""
@@ -133,7 +135,7 @@ class DirectLink(PacketLink):
     def scatter_flat(self, x: Tensor, op: str) -> Any:
         """One call of the backend, if it takes ``x`` as it lies. A mean of half precision is one in float32."""
         asked, later = self._asked(x, op) if op == "mean" else op, told.later
-        shown, wide = _shown(asked, x.dtype), asked != op and x.dtype in HALF
+        shown, wide = _shown(asked, x.dtype), op == "mean" and self._widens(x, op)
         if (
             shown is None
             or not (scatter_method and self._as_it_lies(x))
