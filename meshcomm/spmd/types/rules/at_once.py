@@ -190,7 +190,7 @@ class AtOnce(Several, InPlace):
                     again is None
                     or (at := again.at) != a._version
                     or again.kind is not one
-                    or (first is None and getattr(a.untyped_storage(), AGAIN, None) is not again)
+                    or (first is None and a.untyped_storage()._meshcomm_again is not again)  # or has none: refused
                     or lent
                     or (
                         one.plain or not in_graph_of(a, one) or (short.joins and not is_grad_enabled())
