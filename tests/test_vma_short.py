@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 from vma_fresh_programs import FRESH_PROGRAMS
+from vma_pair_programs import PAIR_PROGRAMS
 from vma_short_programs import PROGRAMS as SHORT_PROGRAMS
 from vma_short_programs import Own, of, weight
 
@@ -29,7 +30,7 @@ from meshcomm.spmd.types.sizes import varying_numbers
 from meshcomm.spmd.types.vma import Type, marked
 
 SHAPE = {"dp": 2, "tp": 2}
-PROGRAMS = SHORT_PROGRAMS | FRESH_PROGRAMS
+PROGRAMS = SHORT_PROGRAMS | FRESH_PROGRAMS | PAIR_PROGRAMS
 
 
 class AllLong(dict[Any, Any]):
@@ -92,7 +93,7 @@ def test_it_is_as_if_all_were_looked_at(name: str, monkeypatch: pytest.MonkeyPat
         for one, two in zip(mine, other, strict=True):
             if isinstance(one, tuple) and len(one) == 3:
                 assert one[:2] == two[:2]
-                assert_close(one[2], two[2], rtol=0, atol=0)
+                assert_close(one[2], two[2], rtol=0, atol=0, equal_nan=True)
             else:
                 assert one == two
 

@@ -37,7 +37,7 @@ def forms_of(func: Any) -> list[Form]:
 def _signatures(func: Any) -> Sequence[inspect.Signature]:
     if isinstance(func, types.FunctionType):
         return [inspect.signature(func)]
-    return get_signature_for_torch_op(func) or []
+    return _told(func)[0]
 
 
 def _form(signature: inspect.Signature) -> Form:
@@ -80,7 +80,18 @@ def takes_rows(func: Any) -> bool:
 
 
 def _schemas(operations: Sequence[Any]) -> list[Any]:
-    return [schema for each in operations for schema in get_signature_for_torch_op(each, return_schemas=True)[1] or ()]
+    return [schema for each in operations for schema in _told(each)[1]]
+
+
+def _told(operation: Any) -> tuple[Sequence[inspect.Signature], Sequence[Any]]:
+    """Signatures and schemas, as torch tells them; none where one is of a type that torch has no name for, as the
+    stream of ``record_stream`` is.
+    """
+    try:
+        signatures, schemas = get_signature_for_torch_op(operation, return_schemas=True)
+    except NameError:
+        return (), ()
+    return signatures or (), schemas or ()
 
 
 def _operations(func: Any) -> list[Any]:

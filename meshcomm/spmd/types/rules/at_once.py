@@ -248,21 +248,26 @@ class AtOnce(Several, InPlace):
                         if place == 1
                         else (c := args[2] if count else rest[0], c._version)
                     )
-                    entry = self._pvaried.get(id(x))
-                    try:  # as `_varied_before` does it, of a leaf for which the same was asked last
-                        quick = (
-                            entry is not None
-                            and entry.again is lacks
-                            and entry.newest
-                            and entry.version == at_x
-                            and x.requires_grad
-                            and x.dtype is entry.dtype
-                            and entry.lies_as(x)
-                        )
-                    except RuntimeError:
-                        quick = False
+                    if not x.requires_grad:
+                        place = -2  # nothing is to be varied
+                    else:
+                        entry = self._pvaried.get(id(x))
+                        try:  # as `_varied_before` does it, of a leaf for which the same was asked last
+                            quick = (
+                                entry is not None
+                                and entry.again is lacks
+                                and entry.newest
+                                and entry.version == at_x
+                                and x.dtype is entry.dtype
+                                and entry.lies_as(x)
+                            )
+                        except RuntimeError:
+                            quick = False
+                elif short.pair and count == 3 and (pair := self._pair_before(b, of_b, args[2], lacks)) is not None:
+                    place, given = -2, (a, *pair)
                 if not quick:
-                    given = self._evened_at_once(whole.axes, short.name, args)
+                    if place != -2:
+                        given = self._evened_at_once(whole.axes, short.name, args)
                 elif count != 2 or kwargs:
                     given = [*(args if count else args[0])]
                     given[place] = entry.varied

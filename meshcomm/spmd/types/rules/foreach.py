@@ -17,7 +17,7 @@ from meshcomm.spmd.types.rules.operands import SIMPLE
 from meshcomm.spmd.types.rules.short import SEVERAL, Args, simple
 from meshcomm.spmd.types.rules.torch_rules import Kind
 from meshcomm.spmd.types.seen_changes import AGAIN, NOTED_AT
-from meshcomm.spmd.types.vma import WRITTEN, Type, no_wider, writes
+from meshcomm.spmd.types.vma import NAME, WRITTEN, Type, no_wider, writes
 
 
 class Foreach(InPlace):
@@ -52,8 +52,15 @@ class Foreach(InPlace):
         if isinstance(results, (list, tuple)):
             for y, x, whole in zip(results, rows[0], looked, strict=False):
                 if y is not x:
-                    self._note(y, whole[0].kind if kind.in_place else whole)
+                    self._note_new(y, whole[0].kind if kind.in_place else whole)
         return results
+
+    def _note_new(self, y: Any, kind: Type) -> None:
+        """Note the type of what was made of one element."""
+        if type(y) is Tensor and getattr(y, NAME, None) is None and y._base is None and not y._version:
+            y._meshcomm_type = kind if kind.plain != y.requires_grad else kind.seen(kind.plain)  # type: ignore[attr-defined]
+        else:
+            self._note(y, kind)
 
     def _each_into(self, rows: Sequence[Any]) -> list[Any] | None:
         """What is known of each that those beside it go into; None if one is to be looked at longer."""

@@ -72,6 +72,33 @@ class Several(Core):
             given[i] = y
         return args if given is None else (given, *args[1:]) if rows else given
 
+    def _pair_before(self, x: Tensor, at: int, y: Tensor, lacks: frozenset[str]) -> tuple[Any, Any] | None:
+        """The pvarys of two leaves, the first one changed so often, if these were asked for last, as a weight and a
+        bias are.
+        """
+        first, second = self._pvaried.get(id(x)), self._pvaried.get(id(y))
+        try:  # as `_varied_before` does it of one
+            if (
+                first is not None
+                and second is not None
+                and first.again is lacks
+                and second.again is lacks
+                and first.newest
+                and second.newest
+                and first.version == at
+                and second.version == y._version
+                and x.requires_grad
+                and y.requires_grad
+                and x.dtype is first.dtype
+                and y.dtype is second.dtype
+                and first.lies_as(x)
+                and second.lies_as(y)
+            ):
+                return first.varied, second.varied
+        except RuntimeError:
+            pass
+        return None
+
     def _varied_before(self, x: Tensor, at: int, axes: frozenset[str]) -> Tensor | None:
         """The pvary of ``x``, changed so often, that vary would give, if it was made before."""
         entry = self._pvaried.get(id(x))

@@ -40,7 +40,7 @@ class Short:
 
     __slots__ = (
         "alone", "asks", "drops", "graph", "in_place", "joins", "lacks", "looked", "mark", "met", "more", "name",
-        "named", "narrow", "notes", "one", "one_kernel", "random", "reads", "shares", "silent", "three", "two",
+        "named", "narrow", "notes", "one", "one_kernel", "pair", "random", "reads", "shares", "silent", "three", "two",
         "unless", "varies", "whole", "wide_one", "wide_two", "within",
     )  # fmt: skip
 
@@ -89,6 +89,8 @@ class Short:
         """Nothing is to be asked of what it gives where an operand has a gradient."""
         self.narrow = 0
         """Which one of the first three; -1: it is another one, or more than one may be."""
+        self.pair = False
+        """Of three it is the second and the third one that may be, of as many axes."""
         self._find_narrow(found)
 
     def _find_narrow(self, found: Sequence[Type | None]) -> None:
@@ -99,6 +101,7 @@ class Short:
             (self.narrow, least), *more = narrow
             self.narrow = -1 if more or (self.narrow > 1 and len(found) != 3) else self.narrow
             self.lacks = one_of(axes - least)
+            self.pair = [i for i, _ in narrow] == [1, 2] and len(found) == 3 and narrow[1][1] == least
 
 
 class Shorts:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshcomm.spmd.types.rules.arguments import by_name, forms_of, is_seeded, only_reads, takes_rows
-from meshcomm.spmd.types.sizes.size_rules import SIZED, may_size, words
+from meshcomm.spmd.types.sizes.size_rules import SIZED, may_size, source_of, words
 
 HOST = words(
     """
@@ -204,7 +204,7 @@ def _kind(func: Any) -> Kind:
         nearly = replace(nearly, host=False)
     if (
         nearly == Kind("")
-        and (kind.sized != 1 or name == "where")
+        and (kind.sized != 1 or name in ("where", "one_hot"))
         and not kind.from_data
         and (func in _PURE or only_reads(func))
     ):
@@ -243,7 +243,8 @@ _PURE = frozenset(
         hardtanh hardswish hardsigmoid glu layer_norm group_norm batch_norm rms_norm normalize pad embedding dropout
         cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy
         binary_cross_entropy_with_logits margin_ranking_loss triplet_margin_loss cosine_embedding_loss soft_margin_loss
-        poisson_nll_loss multi_head_attention_forward
+        poisson_nll_loss gaussian_nll_loss hinge_embedding_loss multi_margin_loss multilabel_margin_loss
+        multilabel_soft_margin_loss multi_head_attention_forward
         adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
         adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices
         max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices
@@ -253,8 +254,9 @@ _PURE = frozenset(
         """
         float half bfloat16 double int long short bool cpu norm sort split unflatten __eq__ __pow__ __rpow__ __rsub__
         __rdiv__ __rtruediv__ __floordiv__ __rfloordiv__ __rmod__ __matmul__ __rmatmul__ __and__ __or__ __xor__
+        __rand__ __ror__ __rxor__ __invert__ __lshift__ __rshift__ __rlshift__ __rrshift__ char byte cfloat cdouble
         """
-    )] + [torch.einsum, torch.tensordot, torch.cdist, torch.block_diag, torch.norm, torch.split]
+    )] + [torch.einsum, torch.tensordot, torch.cdist, torch.block_diag, torch.norm, torch.split, torch.sort]
 )  # fmt: skip
 """Functions that have no schema and write into nothing, unless ``_unless`` says so: what most models call."""
 
@@ -292,6 +294,8 @@ def _unless(func: Any, kind: Kind) -> Callable[[tuple[Any, ...], dict[str, Any] 
         return lambda args, kwargs: isinstance(args[1], Tensor) and may_size("__getitem__", args)
     if kind.name == "where":
         return lambda args, kwargs: may_size("where", args)
+    if kind.name == "one_hot":
+        return lambda args, kwargs: source_of("one_hot", args, kwargs or {}) is not None
     return None
 
 
@@ -341,6 +345,14 @@ _COMPUTES = words(
     add_ sub_ mul_ div_ addcmul_ addcdiv_ lerp_ clamp_ clamp_min_ clamp_max_ pow_ neg_ abs_ sqrt_ rsqrt_ exp_ log_ relu_
     sigmoid_ tanh_ clip_ square_ reciprocal_ masked_fill_ addmm_ index_add_ index_copy_ scatter_ scatter_add_ __iadd__
     __isub__ __imul__ __itruediv__ __setitem__ copy_ fill_ zero_ normal_ uniform_ bernoulli_ exponential_ random_
+    subtract_ multiply_ divide_ true_divide_ negative_ absolute_ floor_divide_ fmod_ remainder_ float_power_ xlogy_
+    hypot_ copysign_ atan2_ arctan2_ exp2_ expm1_ log2_ log10_ log1p_ logit_ nan_to_num_ floor_ ceil_ round_ trunc_ fix_
+    frac_ sign_ sgn_ sin_ cos_ tan_ asin_ acos_ atan_ sinh_ cosh_ asinh_ acosh_ atanh_ arcsin_ arccos_ arctan_ arcsinh_
+    arccosh_ arctanh_ erf_ erfc_ erfinv_ sinc_ lgamma_ digamma_ deg2rad_ rad2deg_ cumsum_ cumprod_ tril_ triu_
+    baddbmm_ addbmm_ addmv_ addr_ index_fill_ masked_scatter_ scatter_reduce_
+    eq_ ne_ lt_ le_ gt_ ge_ not_equal_ less_ less_equal_ greater_ greater_equal_ logical_and_ logical_or_ logical_xor_
+    logical_not_ bitwise_and_ bitwise_or_ bitwise_xor_ bitwise_not_ bitwise_left_shift_ bitwise_right_shift_ gcd_ lcm_
+    __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__
     """
 )
 
