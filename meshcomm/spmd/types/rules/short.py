@@ -94,10 +94,11 @@ class Short:
         self._find_narrow(found)
 
     def _find_narrow(self, found: Sequence[Type | None]) -> None:
-        along = [(i, each.axes) for i, each in enumerate(found) if each is not None]
-        axes = frozenset[str]().union(*[each for _, each in along])
-        narrow = [(i, each) for i, each in along if each != axes]
-        if narrow and self.graph and not self.in_place:
+        along = [(i, each) for i, each in enumerate(found) if each is not None]
+        axes = frozenset[str]().union(*[each.axes for _, each in along])
+        # What is plain has no gradient, or this is not how it is seen.
+        narrow = [(i, each.axes) for i, each in along if each.axes != axes and not each.plain]
+        if narrow and not self.in_place:
             (self.narrow, least), *more = narrow
             self.narrow = -1 if more or (self.narrow > 1 and len(found) != 3) else self.narrow
             self.lacks = one_of(axes - least)
