@@ -229,5 +229,4 @@ class InPlace(Shorts, Writes):
                     short.met = frame.f_code, frame.f_lasti, kind
             setattr(storage, WRITTEN, kind)
         setattr(storage, SEEN, [again.span])
-        setattr(storage, AGAIN, again)
-        setattr(x, AGAIN, again)
+        x._meshcomm_again = storage._meshcomm_again = again  # AGAIN
