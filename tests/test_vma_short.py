@@ -338,18 +338,27 @@ def test_lasting_notes_hold_no_tensors() -> None:
     assert kinds <= {Type, type(None)}
 
 
-def test_the_last_pvary_is_forgotten_with_backward() -> None:
+def test_the_last_pvary_is_forgotten_with_the_value() -> None:
     def run() -> list[Any]:
         with mc.check_vma():
             x, w = of("dp"), weight()
             checker: Any = mc.watch.here.watcher
+
+            def held() -> list[int]:
+                return [len(checker._pvaried), len(checker._lately), len(checker._newest)]
+
             for _ in range(3):
                 y = x * w
-            held = [len(checker._pvaried), len(checker._lately), len(checker._newest)]
+            found = [held()]
+            y.sum().backward(retain_graph=True)
             y.sum().backward()
-            return [held, [len(checker._pvaried), len(checker._lately), len(checker._newest)]]
+            found.append(held())
+            y = x * w
+            del w
+            y.sum().backward()
+            return [*found, held()]
 
-    assert in_ranks(run) == [[[1, 1, 1], [0, 0, 0]]] * 4
+    assert in_ranks(run) == [[[1, 1, 1], [1, 0, 0], [0, 0, 0]]] * 4
 
 
 def test_a_leaf_is_noted_as_one_from_when_it_is_one() -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from meshcomm.errors import CommError
 from meshcomm.runtime import tracebacks
@@ -113,11 +113,16 @@ def _leave_if_blocked() -> None:
     while _blocked and time.monotonic() < end:
         time.sleep(_QUIET)
     if _blocked:
-        with contextlib.suppress(Exception):
-            sys.stderr.write("meshcomm: the program ends while a message is neither sent nor received.\n")
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(1)
+        leave_at_once("the program ends while a message is neither sent nor received.")
+
+
+def leave_at_once(why: str) -> NoReturn:
+    """End the process without the end of the interpreter, which a thread would not survive, nor the process with it."""
+    with contextlib.suppress(Exception):
+        sys.stderr.write(f"meshcomm: {why}\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(1)
 
 
 def last_error() -> BaseException | None:

@@ -46,7 +46,8 @@ def check_vma(mode: Mode = True, *, mesh: Mesh | None = None) -> Iterator[None]:
 
     Where a value that requires grad and is invariant along an axis meets one that varies along it, a :func:`pvary` is
     due, or its gradient is one rank's part of what it should be. With True it is inserted, once for all uses of a
-    value; with "error" the operation is refused.
+    value, and does in backward what one that is written there does: what was computed with it keeps its numbers,
+    whatever is put into ``x.data`` afterwards. With "error" the operation is refused.
 
     Type: known are what is made inside (numbers of Python are taken to be the same on every rank), what
     :func:`mark_varying` declares, and what was seen by an earlier check. An operation varies along the axes of its

@@ -1,7 +1,14 @@
-"""The pvarys that the checker of varying types has made: each is made once, for all uses of a value."""
+"""The pvarys that the checker of varying types has made: each is made once, for all uses of a value.
+
+It is remembered as long as the program has the value, for a second one would be one more sum in backward, which other
+ranks may not have: what one rank alone does beside may have made it forget. A value that nobody else has is held
+here, for it may be a view's or a transform's that is asked for again: a few of them, until the next backward.
+"""
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
@@ -9,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from meshcomm._torch import without_modes
 from meshcomm.spmd.types.rules.operands import version
 
 _LATELY = 64
-"""How many values a pvary is remembered for until the next backward; parameters are remembered all the time."""
+"""How many values are held until the next backward that nobody else may have; parameters are held all the time."""
 
 
 def _nowhere(x: Tensor) -> bool:
@@ -22,10 +30,10 @@ def _nowhere(x: Tensor) -> bool:
 class Varied:
     """What pvary made of a tensor, by axes."""
 
-    __slots__ = ("again", "by", "dtype", "lies_as", "newest", "node", "varied", "version", "wrapped", "x")
+    __slots__ = ("again", "by", "dtype", "key", "lies_as", "newest", "node", "varied", "version", "wrapped", "x")
 
     def __init__(self, x: Tensor) -> None:
-        self.x, self.version, self.node = x, version(x), x.grad_fn
+        self.x, self.key, self.version, self.node = x, id(x), version(x), x.grad_fn
         self.by: dict[frozenset[str], Tensor] = {}
         self.wrapped = False
         """Some of it was made under a transform of torch.func, which may have ended."""
@@ -45,6 +53,20 @@ class Varied:
         self.again = self.varied = self.dtype = None
         self.lies_as = _nowhere
 
+    @property
+    def references(self) -> int:
+        """How many there are to ``x``."""
+        return sys.getrefcount(self.x)
+
+
+@functools.cache
+def _own_references() -> int:
+    """To a value that nobody has but a pvary of it and who remembers that."""
+    with without_modes(), torch.inference_mode(False), torch.enable_grad():
+        entry = Varied(torch.empty((), device="cpu", requires_grad=True))
+        entry.put(frozenset(), entry.x.view_as(entry.x))
+    return entry.references
+
 
 class Remembered:
     """What was made of which tensor, as long as that is what it was then."""
@@ -55,8 +77,11 @@ class Remembered:
         self._pvaried: dict[int, Varied] = {}
         """By id, the tensors of which a pvary was made."""
         self._lately: OrderedDict[int, Varied] = OrderedDict()
-        """Those of them that are forgotten with the next backward, or earlier: when the last one was made, they stood
+        """Those of them that are held until the next backward, or not as long: when the last one was made, they stood
         in the order of use."""
+        self._shared: dict[int, Varied] = {}
+        """Those that are held as long as somebody else has them: who holds what was made of a value holds that, too."""
+        self._room = 0
         self._newest: list[Varied] = []
         """Those of these that were used since."""
 
@@ -72,12 +97,12 @@ class Remembered:
             else:  # it may have ended for everybody else
                 for used in self._newest:
                     used.newest = False
-                    self._lately.move_to_end(id(used.x))
+                    self._lately.move_to_end(used.key)
                 self._newest.clear()
                 self._lately[key] = entry
                 self._use(entry)
                 if len(self._lately) > _LATELY:
-                    del self._pvaried[self._lately.popitem(last=False)[0]]
+                    self._let_go(self._lately.popitem(last=False)[1])
         elif not entry.newest:
             self._use(entry)
         return entry
@@ -87,21 +112,43 @@ class Remembered:
         self._newest.append(entry)
         entry.newest = True
 
+    def _let_go(self, entry: Varied) -> None:
+        """Remember it as long as somebody else has the value."""
+        if entry.references <= _own_references():
+            del self._pvaried[entry.key]
+            return
+        entry.newest = True
+        self._shared[entry.key] = entry
+        if len(self._shared) > self._room:
+            self._forget_unshared()
+
+    def _forget_unshared(self) -> None:
+        """Hold nothing that nobody else has."""
+        own = _own_references()
+        for key, entry in list(self._shared.items()):
+            if entry.references <= own:
+                del self._shared[key], self._pvaried[key]
+        self._room = _LATELY + 2 * len(self._shared)
+
     def _forget_lately(self) -> None:
-        """Hold nothing that was made of what may have ended."""
-        for key in self._lately:
-            self._pvaried.pop(key, None)
+        """Hold nothing that was made of what has ended."""
         self._newest.clear()
+        for key, entry in self._lately.items():
+            entry.newest, self._shared[key] = True, entry
         self._lately.clear()
+        self._forget_unshared()
 
     def _forget_all(self) -> None:
         """Hold nothing."""
-        self._forget_lately()
+        self._newest.clear()
+        self._lately.clear()
+        self._shared.clear()
         self._pvaried.clear()
 
     def forget_varied(self, tensors: Iterable[Tensor]) -> None:
         """Hold nothing that was made of these tensors."""
         for x in tensors:
             self._pvaried.pop(id(x), None)
+            self._shared.pop(id(x), None)
             if (entry := self._lately.pop(id(x), None)) is not None and entry.newest:
                 self._newest.remove(entry)

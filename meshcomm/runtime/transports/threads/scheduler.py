@@ -23,7 +23,7 @@ from meshcomm.runtime.callsite import hinted
 from meshcomm.runtime.pending import TimedOutError
 from meshcomm.runtime.process import accelerator, forks, inside
 from meshcomm.runtime.transports.threads.random_state import RandomState
-from meshcomm.runtime.transports.threads.rank_thread import RankThread
+from meshcomm.runtime.transports.threads.rank_thread import Cancelled, RankThread
 from meshcomm.runtime.transports.threads.settings import Settings, alike, at_first, settings_now, settle
 from meshcomm.runtime.transports.threads.shared_leaves import SharedLeaves
 from meshcomm.runtime.transports.threads.surroundings import (
@@ -75,10 +75,6 @@ def carry_over(capture: Callable[[], _Setup | None]) -> None:
     each rank.
     """
     _carried.append(capture)
-
-
-class _Cancelled(BaseException):
-    """Ends a rank because another one failed; no Exception, so that user code does not catch it."""
 
 
 class Waited(Protocol):
@@ -150,6 +146,12 @@ class Rank:
             self.world.streams.enter()
             self.random.load()
 
+    def stop(self) -> bool:
+        """End it, and all others, at its next collective; whether its code is running, and may come to none."""
+        world = self.world
+        world.cancelled = True
+        return self.waits_for is None and not self.over and self not in world._ready
+
     def describe(self) -> str:
         """A line for a report."""
         waits = "is running" if self.waits_for is None else f"waits in {self.waits_for.call}"
@@ -213,7 +215,7 @@ class World:
         threads: list[RankThread] = []
         for rank in self.ranks:
             before = threads[-1] if threads else None
-            threads.append(RankThread(rank.index, self._live, rank, body, modes, setups, before))
+            threads.append(RankThread(rank.index, rank, self._live, rank, body, modes, setups, before))
         self.in_place = caller = _Caller()
         first = at_first(caller.settings)
         try:  # Ctrl-C comes behind any call, and no other launch could follow where one kept its place
@@ -230,7 +232,7 @@ class World:
                 rank.settings = first
             with _torch.forward_ad_shared(), self._watched(), on_one_core():
                 self._ready.popleft().turn.release()
-                self._await_end(threads[-1])
+                self._await_end(threads)
         finally:
             if _running == {_PLACE: self}:  # which is no call
                 try:
@@ -272,8 +274,9 @@ class World:
             return contextlib.nullcontext()
         return self.leaves.watched(lambda: None if local.rank is None else local.rank.index)
 
-    def _await_end(self, last: RankThread) -> None:
+    def _await_end(self, threads: Sequence[RankThread]) -> None:
         """Start the thread of the last rank, each of which starts the one before it, and wait until all have ended."""
+        last = threads[-1]
         try:
             last.start()
             self._ended.acquire()
@@ -283,7 +286,16 @@ class World:
             while last.ident is None and time.monotonic() < end:  # it may be on its way
                 time.sleep(1e-3)
             if last.ident is not None and not self._is_at_end:  # else they have, and the lock may be taken already
-                self._ended.acquire()
+                self._await_stop(threads)
+            raise
+
+    def _await_stop(self, threads: Sequence[RankThread]) -> None:
+        try:
+            self._ended.acquire()
+        except BaseException:  # Ctrl-C again: the one that runs may never come to a collective
+            for thread in threads:
+                thread.interrupt()
+            self._ended.acquire(timeout=_STARTS)
             raise
 
     @staticmethod
@@ -297,7 +309,7 @@ class World:
         """End this rank if another one has failed, if the time is up, or if it has written what others share."""
         if self.cancelled:
             forks.refuse_if_forked("launch")
-            raise _Cancelled
+            raise Cancelled
         if self._end is not None and time.monotonic() > self._end:
             assert self.limit is not None
             what = f"the run did not end within {self.limit.total_seconds():g} s."
@@ -441,7 +453,7 @@ class World:
                 self.check()
                 rank.result = body()
                 self._look()
-        except _Cancelled:
+        except Cancelled:
             pass
         except BaseException as error:  # raised again in the caller
             rank.error, self.cancelled = error, True
