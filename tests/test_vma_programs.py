@@ -197,7 +197,7 @@ def refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", IN_NEED)
 def test_refused_by_the_name_of_the_axis(name: str) -> None:
-    if name == "transformer_over_three_axes" and OLD:
+    if name in ("checkpointed_blocks", "transformer_over_three_axes") and OLD:
         pytest.skip("torch 2.11 leaves the hooks of a checkpoint that was interrupted to the collection of garbage")
     everywhere(BY_NAME[name], refused, name)
 
