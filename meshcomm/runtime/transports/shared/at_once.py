@@ -66,7 +66,10 @@ def _in_rows(shape: torch.Size, n: int) -> torch.Size:
 
 
 def _copied(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    return parts[0].clone() if out is None else out.copy_(parts[0])
+    (x,) = parts
+    if x.dtype not in dtypes.PLAIN and x.dim():  # of which torch copies some, uint16 say, element by element
+        return torch.cat((x,)) if out is None else torch.cat((x,), out=out)
+    return x.clone() if out is None else out.copy_(x)
 
 
 def _added(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
