@@ -15,6 +15,7 @@ from torch import Tensor
 import meshcomm as mc
 from meshcomm.runtime.process import lending
 from meshcomm.runtime.transports.shared import waiting
+from meshcomm.runtime.transports.shared.messages import letters
 
 WHERE = ("/transports/shared/", "/process/lending.py", "/process/boxes.py")
 
@@ -39,6 +40,11 @@ CALLS: dict[str, Kind] = {
     "got": lambda x, mesh, _: mc.broadcast(x, "a", 1, mesh=mesh, async_op=True).wait(),
     "exact": lambda x, mesh, _: mc.all_reduce(x, "a", exact=True, mesh=mesh),
     "barrier": lambda x, mesh, _: mc.barrier("a", mesh=mesh),
+    "sent": lambda x, mesh, first: (
+        mc.send(x, "a", 1, mesh=mesh, async_op=True).wait()
+        if first
+        else mc.recv("a", 0, shape=(16,), dtype=x.dtype, mesh=mesh)
+    ),
     "other": lambda x, mesh, first: differently(
         lambda: mc.all_reduce(x, "a", mesh=mesh) if first else mc.all_gather(x, "a", mesh=mesh)
     ),
@@ -79,6 +85,11 @@ def is_at_rest(mesh: mc.Mesh) -> None:
     assert all(segment.is_free() for segment in (*lending.room._small, *lending.room._segments))
 
 
+def posted(mail: Any) -> int:
+    """How many calls and messages the others have heard of."""
+    return int(mail.number + (sum(mail.letters.numbers) if mail.letters else 0))
+
+
 def everywhere(name: str) -> None:
     """Who is interrupted has made the call, or nobody has heard of it; and the next ones are as before."""
     mesh = mc.make_mesh({"a": 2, "b": 2})
@@ -88,15 +99,16 @@ def everywhere(name: str) -> None:
     place, is_over = 0, False
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lending, "room", lending.Room())
+        patch.setattr(letters, "room", lending.room)
         patch.setattr(waiting, "AWAKE", 60.0)  # on a busy machine, too, as few places as can be
         gc.disable()  # what is kept by a circle is kept for as long as a program likes
         try:
             while not is_over:
-                place, number, seen = place + 1, mail.number, [0]
+                place, number, seen = place + 1, posted(mail), [0]
                 if first:
                     with contextlib.suppress(KeyboardInterrupt), interrupted_at(place) as seen:
                         call(x, mesh, first)
-                if not first or (seen[0] >= place and mail.number == number):
+                if not first or (seen[0] >= place and posted(mail) == number):
                     call(x, mesh, first)
                 is_over = bool(mc.broadcast(torch.tensor(float(seen[0] < place)), "a", 0, mesh=mesh))
                 y = call(x, mesh, first)
