@@ -18,6 +18,7 @@ from torch import Tensor
 
 import meshcomm as mc
 from meshcomm.runtime.process import lending
+from meshcomm.runtime.transports.dtypes import to_bytes
 from meshcomm.runtime.transports.shared import at_once, waiting
 
 REVERSED = [(0, 3), (3, 0), (1, 2), (2, 1)]
@@ -56,15 +57,20 @@ class Other(Tensor):
 
 def given(rank: int, dtype: torch.dtype, rows: int) -> list[Tensor]:
     """As it lies most often, and otherwise."""
-    x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(rank)).mul(9).to(dtype)
-    return [x, x.mT.contiguous().mT, torch.cat([x, x])[::2], x.as_subclass(Other)]
+    x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(rank)).mul(9)
+    x = torch.complex(x, x.flip(0)).to(dtype) if dtype.is_complex else (x if dtype.is_signed else x.abs()).to(dtype)
+    lazily = [x.conj()] if dtype.is_complex else []
+    return [x, x.mT.contiguous().mT, torch.cat([x, x])[::2], x.as_subclass(Other), *lazily]
 
 
 def as_later(name: str, dtype: torch.dtype, rows: int) -> None:
-    """The same bits as those of calls that are waited for later, also beside ranks that do that, and of new memory."""
+    """The same bits as those of calls that are waited for later, also beside ranks that do that, and of new memory; and
+    from the second one on they are known.
+    """
     mesh = mc.make_mesh({"a": 4})
-    call, later = CALLS[name], [mesh.rank == 1, mesh.rank > 1, False, False]
-    for x, waits in zip(given(mesh.rank, dtype, rows), later, strict=True):
+    mc.barrier("a", mesh=mesh)  # who only gives would be through before the others have heard of it
+    call, later = CALLS[name], [mesh.rank == 1, mesh.rank > 1, False, False, mesh.rank == 2]
+    for x, waits in zip(given(mesh.rank, dtype, rows), later, strict=False):
         before = x.clone()
         expected = call(x, mesh, async_op=True).wait()
         for _ in range(4):
@@ -77,7 +83,9 @@ def as_later(name: str, dtype: torch.dtype, rows: int) -> None:
             assert type(y) is type(expected)
             assert y.untyped_storage().nbytes() == y.nbytes
             y.zero_()
-        assert torch.equal(x, before)
+        assert torch.equal(to_bytes(x), to_bytes(before))
+    calls = mesh.axis("a").link.mail.calls  # type: ignore[attr-defined]
+    assert any(known is not None and known.dtype is dtype for known in calls.values()) or name in LONG
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -86,6 +94,34 @@ def test_the_results_are_those_of_calls_that_are_waited_for_later(pool4: Any, na
     for dtype in dtypes:
         pool4.run(as_later, name, dtype, 4)
     pool4.run(as_later, name, torch.float32, 4 * 1024)
+
+
+LONG = ("exact", "shift without wrap")
+"""Those of which at least some ranks go the long way."""
+REDUCING = {"all_reduce", "mean", "max", "reduce", "reduce max", "reduce_scatter", "reduce_scatter of dim 1"}
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+OTHERS = (torch.bool, torch.int8, torch.int16, torch.uint16, torch.uint64, torch.complex64, torch.complex128, *FLOAT8)
+
+
+def is_defined(name: str, dtype: torch.dtype) -> bool:
+    """Whether there is such a call of that dtype."""
+    if name not in REDUCING:
+        return True
+    if name == "mean" or dtype.is_complex or dtype in FLOAT8:
+        return dtype.is_complex and "max" not in name
+    return dtype is not torch.bool or "max" in name
+
+
+def of_other_dtypes(name: str, rows: int) -> None:
+    for dtype in OTHERS:
+        if is_defined(name, dtype):
+            as_later(name, dtype, rows)
+
+
+@pytest.mark.parametrize("rows", [4, 2 * 1024])
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "exact"])
+def test_dtypes_that_no_backend_knows(pool4: Any, name: str, rows: int) -> None:
+    pool4.run(of_other_dtypes, name, rows)
 
 
 def in_other_modes(rows: int) -> None:
@@ -110,10 +146,10 @@ def test_other_modes(pool4: Any, rows: int) -> None:
     pool4.run(in_other_modes, rows)
 
 
-def uneven() -> None:
+def uneven(dtype: torch.dtype) -> None:
     """A rank that gives lengths says the same as one that does not, if they are equal."""
     mesh = mc.make_mesh({"a": 4})
-    x, even = torch.arange(8.0) + 10 * mesh.rank, [2, 2, 2, 2]
+    x, even = (torch.arange(8) + 10 * mesh.rank).to(dtype), [2, 2, 2, 2]
     for turn in range(4):
         sizes = (even, even) if (mesh.rank + turn) % 2 else ()
         got = mc.all_to_all(x, "a", 0, 0, *sizes, mesh=mesh)
@@ -123,23 +159,23 @@ def uneven() -> None:
             mc.all_to_all(x, "a", 0, 0, *sizes, mesh=mesh)
 
 
-def unlike(n: int) -> None:
+def unlike(n: int, dtype: torch.dtype) -> None:
     """Ranks whose tensors are not as long, of which what one lends has no room for another one's."""
     mesh = mc.make_mesh({"a": 2, "b": 2})
     first = mesh.coordinate["a"] == 0
-    x, sizes = (torch.arange(2.0 * n), ()) if first else (torch.arange(float(n)), ([n, 0], [n, 0]))
+    whole = (torch.arange(2 * n) % 30011).to(dtype)
+    x, sizes = (whole, ()) if first else (whole[:n], ([n, 0], [n, 0]))
     for _ in range(4):
         got = mc.all_to_all(x, "a", 0, 0, *sizes, mesh=mesh)  # type: ignore[misc]
-        expected = [torch.arange(float(n))] * 2 if first else [torch.arange(float(n), 2.0 * n)]
-        assert torch.equal(got, torch.cat(expected) if first else expected[0])
+        assert torch.equal(got, torch.cat([whole[:n], whole[:n]]) if first else whole[n:])
         with pytest.raises(mc.CommError, match=f"index 0 sends {n} elements to index 1, which expects 8"):
-            mc.all_to_all(torch.ones(2 * n if first else 16), "a", 0, 0, mesh=mesh)
+            mc.all_to_all(whole if first else whole[:16], "a", 0, 0, mesh=mesh)
 
 
-def interrupted(where: str, name: str) -> None:
+def interrupted(where: str, name: str, dtype: torch.dtype = torch.float32) -> None:
     """Whoever is interrupted in a call has others finish it, and what it has lent and was lent comes back."""
     mesh = mc.make_mesh({"a": 4})
-    x, call = torch.arange(16.0) + mesh.rank, CALLS[name]
+    x, call = (torch.arange(16) + mesh.rank).to(dtype), CALLS[name]
     expected = call(x, mesh, async_op=True).wait()
     for _ in range(4):  # it is known then, and so are the others
         call(x, mesh)
@@ -294,10 +330,19 @@ def test_who_is_interrupted(pool4: Any, where: str, name: str) -> None:
     pool4.run(interrupted, where, name)
 
 
-def test_lengths_on_some_ranks(pool4: Any) -> None:
-    pool4.run(uneven)
+@pytest.mark.parametrize("name", ["all_reduce", "all_to_all", "shift", "gather"])
+@pytest.mark.parametrize("where", ["waiting", "reading"])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.complex64])
+def test_who_is_interrupted_with_another_dtype(pool4: Any, where: str, name: str, dtype: torch.dtype) -> None:
+    pool4.run(interrupted, where, name, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.complex128])
+def test_lengths_on_some_ranks(pool4: Any, dtype: torch.dtype) -> None:
+    pool4.run(uneven, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.complex128])
 @pytest.mark.parametrize("n", [8 * 1024, 128 * 1024])
-def test_ranks_that_have_not_as_much(pool4: Any, n: int) -> None:
-    pool4.run(unlike, n)
+def test_ranks_that_have_not_as_much(pool4: Any, n: int, dtype: torch.dtype) -> None:
+    pool4.run(unlike, n, dtype)

@@ -193,7 +193,7 @@ def held_up_between(mesh: mc.Mesh, signs: Signs, name: str) -> list[float]:
         "shift": lambda x: mc.shift(x, "a", wrap=True, mesh=mesh),
     }
     mc.barrier("a", mesh=mesh)
-    enter, expect = Call._enter, Call.expect
+    enter, post = Call._enter, Call.post
 
     def enters(self: Call) -> None:
         enter(self)
@@ -208,18 +208,18 @@ def held_up_between(mesh: mc.Mesh, signs: Signs, name: str) -> list[float]:
                 calls[name](torch.ones(MANY))
         signs.wait(*(f"posted {i}" for i in (0, 2, 3)))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Call, "expect", lambda *args: (signs.wait("again 0", "again 2", "again 3"), expect(*args)))
+            patch.setattr(Call, "post", lambda call: (post(call), signs.wait("again 0", "again 2", "again 3")))
             y = mc.all_gather(torch.ones(MANY), "a", mesh=mesh)
     else:
         calls[name](torch.ones(MANY))
         time.sleep(0.3)  # all but rank 1 have returned what was lent
 
-        def posted(*args: Any) -> None:
+        def posted(call: Call) -> None:
+            post(call)
             signs.say(f"posted {mesh.rank}")
-            expect(*args)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Call, "expect", posted)
+            patch.setattr(Call, "post", posted)
             y = mc.all_gather(torch.ones(MANY), "a", mesh=mesh)
     work = mc.all_gather(torch.full((MANY,), 100.0), "a", mesh=mesh, async_op=True)
     signs.say(f"again {mesh.rank}")

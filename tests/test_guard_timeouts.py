@@ -359,10 +359,11 @@ class BrokenOffError(Exception):
 
 def broken_off(when_all_are_there: bool, folder: str) -> str:
     """In the last rank a signal's handler raises between the entry of its call and the wait for the others."""
-    mesh, signs, told = mc.make_mesh({"a": 4}), Signs(folder), ""
+    mesh, signs, told, post = mc.make_mesh({"a": 4}), Signs(folder), "", Call.post
     mc.all_reduce(X, "a", mesh=mesh)
 
-    def raises(call: Call, *args: Any) -> None:
+    def raises(call: Call) -> None:
+        post(call)
         while when_all_are_there and call.missing:
             call.look()
             time.sleep(1e-3)
@@ -370,7 +371,7 @@ def broken_off(when_all_are_there: bool, folder: str) -> str:
 
     if mesh.rank == LATE:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Call, "expect", raises)
+            patch.setattr(Call, "post", raises)
             with pytest.raises(BrokenOffError):
                 mc.all_reduce(X, "a", mesh=mesh)
         signs.say("broken", LATE)

@@ -108,8 +108,27 @@ def as_later(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_the_results_are_those_of_calls_that_are_waited_for_later(pool4: Any, name: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.int64):
-        pool4.run(as_later, name, dtype)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.uint32, torch.complex64):
+        if name != "reduce max" or not dtype.is_complex:
+            pool4.run(as_later, name, dtype)
+
+
+def complex_numbers(op: Any, dtype: torch.dtype) -> None:
+    """The same bits wherever they lie in a part: what is infinite, no number or zero, too."""
+    mesh = pairs()
+    for n in (2**16 + 3, 2**17 + 5):
+        x = torch.complex(*given(mesh.rank, torch.float64, n // 128 + 1).view(2, -1)[:, :n]).to(dtype)
+        for at, value in enumerate((complex(torch.inf, -0.0), complex(-0.0, torch.nan), 0, complex(-0.0, -torch.inf))):
+            x[at :: n // 9] = value
+        expected = mc.reduce(x, "a", 1, op, mesh=mesh, async_op=True).wait()
+        for _ in range(4):
+            assert alike(mc.reduce(x, "a", 1, op, mesh=mesh), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("op", ["sum", "mean", "product"])
+def test_complex_numbers(pool4: Any, op: str, dtype: torch.dtype) -> None:
+    pool4.run(complex_numbers, op, dtype)
 
 
 def slowly(name: str) -> None:

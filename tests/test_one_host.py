@@ -524,9 +524,9 @@ def ends_late(name: str, n: int, last: int) -> None:
             thread.start()
             thread.join()
 
-    def end_late(call: Call, segments: Any) -> None:
+    def end_late(call: Call, taken_back: bool = False) -> None:
         begin_beside(call._lent)
-        end(call, segments)
+        end(call, taken_back)
 
     def end_late_at_once() -> float:
         seen = sys._getframe(1).f_locals

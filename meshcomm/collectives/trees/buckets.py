@@ -424,9 +424,7 @@ def _empty_of(shapes: tuple[torch.Size, ...]) -> list[int]:
 @lru_cache(maxsize=100)
 def _like(shapes: tuple[torch.Size, ...]) -> list[Tensor]:
     """Tensors of these shapes, which take no memory."""
-    with _torch.outside_transforms(), _torch.without_modes() if _torch.function_modes() else contextlib.nullcontext():
-        one = torch.empty((), device="cpu")
-        return [one.expand(shape) for shape in shapes]
+    return _torch.lasting(lambda: [torch.empty((), device="cpu").expand(shape) for shape in shapes])
 
 
 def _pack(tensors: Sequence[Tensor], rows: int) -> Tensor:

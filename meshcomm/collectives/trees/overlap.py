@@ -314,8 +314,7 @@ def _new_flags(there: bool, count: int, dtype: torch.dtype, device: torch.device
 @lru_cache(1000)
 def _kept_flags(there: bool, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """For use on any stream, so they are there when this returns."""
-    with _torch.outside_transforms():  # they outlive whatever the first user is in the middle of
-        flags = _new_flags(there, count, dtype, device)
+    flags = _torch.lasting(_new_flags, there, count, dtype, device)
     if (stream := stream_of(flags)) is not None:
         stream.synchronize()
     return flags

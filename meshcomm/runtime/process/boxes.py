@@ -198,7 +198,9 @@ class Arena:
         """A box with this key; raises OSError when there is no room for one more."""
         cells = self._cells
         with self._lock:
-            at = self._used_before()
+            at = self._begun(key)
+            if at is None:
+                at = self._used_before()
             if at is None:
                 at = cells[_DIRECTORY]
                 if at == _MOST_BOXES:
@@ -209,6 +211,11 @@ class Arena:
             else:
                 cells[_DIRECTORY + 1 + 2 * at] = key
         return Box(cells, _BOXES + at * _BOX, self._address)
+
+    def _begun(self, key: int) -> int | None:
+        """The place of one that was made, and that nobody got: Ctrl-C. Others may look into it already."""
+        box = self.box(key)
+        return None if box is None or box.state() != HERE else self.place(key)
 
     def is_crowded(self) -> bool:
         """Whether there is little room left."""

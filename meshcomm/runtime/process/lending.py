@@ -35,7 +35,8 @@ STATE = SERIAL + 1
 """A cell for what the lender says about the contents."""
 TABLE = 2 * SERIAL
 """The first of as many cells as there may be readers and one more, for numbers beside the contents."""
-_NOBODY = bytes(READERS)
+NO_READERS = bytes(READERS)
+"""The first page's bytes of a segment that is free."""
 _SLOT, _SLOTS, _MOST_SLOTS = 2**16, 64, 2**12
 """Bytes of a small segment, how many of them lie in one memory, and the most of them."""
 _FIRST = 4
@@ -119,7 +120,7 @@ class Segment:
 
     def is_free(self) -> bool:
         """Whether everybody has read."""
-        return bool(self.head == _NOBODY)
+        return bool(self.head == NO_READERS)
 
     def returned(self, place: int) -> None:
         """A reader has finished."""
@@ -127,7 +128,7 @@ class Segment:
 
     def take_back(self) -> None:
         """No reader will come."""
-        self.flags[:READERS] = _NOBODY
+        self.flags[:READERS] = NO_READERS
 
     def give_back(self) -> None:
         """Its pages, but for the first one. What is written there next takes new ones."""
@@ -220,7 +221,7 @@ class Room:
                     found = self._free(need)
                 else:
                     for found in self._small[:_FIRST]:
-                        if found.head == _NOBODY:  # `is_free`, without a call
+                        if found.head == NO_READERS:  # `is_free`, without a call
                             break
                     else:
                         found = self._slot()
@@ -291,8 +292,10 @@ class Room:
 
     def _drop_used(self) -> None:
         for segment in [segment for segment in self._segments if not segment.kept and segment.is_free()]:
-            self._segments.remove(segment)
-            os.close(segment.fd)
+            try:
+                self._segments.remove(segment)
+            finally:  # Ctrl-C, too: its pages are there as long as it is open
+                os.close(segment.fd)
 
     def wanted(self) -> list[tuple[Segment, Reader]]:
         """Who is going to read what is lent: it is lost when this process ends."""

@@ -28,6 +28,12 @@ FLOATS = frozenset((*HALF, torch.float32, torch.float64))
 PLAIN = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
 )
+"""What every backend moves."""
+COPIED = PLAIN | {
+    torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+}  # fmt: skip
+"""What torch copies and puts together as it is, and says nothing: where memory is shared, that is all it takes."""
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _ORDERED = {
     torch.float16: torch.int32,
@@ -189,7 +195,12 @@ def _looked_up(table: Tensor, x: Tensor) -> Tensor:
     return table.index_select(0, x.view(torch.uint16).to(torch.int32).view(-1)).view(x.shape)
 
 
-SUMMED_AS_THEY_ARE = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
+SUMMED_AS_THEY_ARE = frozenset(
+    (
+        torch.float32, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.complex64,
+        torch.complex128,
+    )
+)  # fmt: skip
 """Their sums are calls of torch's and nothing else, and most calls are that."""
 
 

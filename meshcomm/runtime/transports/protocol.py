@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshcomm._torch.transforms import outside_transforms, plain_now
+from meshcomm._torch.transforms import lasting
 from meshcomm.runtime.call import Call, Post, Want
 from meshcomm.runtime.ledger import Ledger
 from meshcomm.runtime.pending import then
@@ -262,10 +262,7 @@ class Defaults:
         """As a tensor of the CPU, whichever device the ranks compute on: where the group has a backend of the CPU's
         nobody waits for an accelerator.
         """
-        if torch.is_inference_mode_enabled() or not plain_now():  # to leave nothing takes longer than the rest
-            with outside_transforms():
-                return _agreed(self, values, src, op)
-        return _agreed(self, values, src, op)
+        return lasting(_agreed, self, values, src, op)
 
     def gather_flat(self: Any, x: Tensor, empty: Empty | None = None) -> Any:
         """As any tensor."""
@@ -297,10 +294,7 @@ def _agreed(link: Any, values: Sequence[int], src: int | None, op: str) -> list[
 
 
 def _read(told: Tensor) -> Any:
-    if plain_now() and not torch.is_inference_mode_enabled():
-        return told.tolist()
-    with outside_transforms():
-        return told.tolist()
+    return lasting(told.tolist)
 
 
 class Place(Protocol):

@@ -179,8 +179,13 @@ class MailRoom(Room):
         link = self._link()
         assert link is not None
         call = Call(link, self.mail, watch.meaning, 0, -1, [None] * 16, watch)
-        call.post(None, (), ())
-        call.quit(CommError(why))
+        call.brings(None, (), ())
+        try:
+            call.post()
+            call.quit(CommError(why))
+        except BaseException:  # Ctrl-C
+            call.quit(CommError(why))
+            raise
 
     def put_reason(self, why: str, number: int) -> int:
         """Its place, for an entry."""

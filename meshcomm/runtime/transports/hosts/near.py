@@ -60,7 +60,7 @@ class NearLink(OneHostLink):
         width = packed.numel() // x.numel()
         call = self._part(name, op, x, turn)
         own = (width * pieces[0].start, width * pieces[0].stop) if len(pieces) == 1 else (0, 0)
-        call.post(packed, self.mail.others, self.mail.others, unread=own)
+        call.brings(packed, self.mail.others, self.mail.others, unread=own)
 
         def fill(got: list[Tensor]) -> None:
             xs = [dtypes.from_bytes(part, x.dtype) for part in got]
@@ -76,13 +76,13 @@ class NearLink(OneHostLink):
         """All read all."""
         call, others = self._part(name, "", own, turn), self.mail.others
         into = None if write is None else lambda lent: write(dtypes.from_bytes(lent, own.dtype))
-        call.post(dtypes.to_bytes(own), others, others, write=into)
+        call.brings(dtypes.to_bytes(own), others, others, write=into)
         return self._done(call, lambda got: fill([dtypes.from_bytes(part, own.dtype) for part in got]), None)
 
     def copy_from(self, src: int, x: Tensor, out: Tensor, turn: Turn, after: Callable[[], object]) -> object:
         """All read from one."""
         call = self._part("broadcast", "", x, turn)
-        call.post(x, *self._from_one(src))
+        call.brings(x, *self._from_one(src))
 
         def fill(got: list[Tensor]) -> None:
             out.copy_(got[src])

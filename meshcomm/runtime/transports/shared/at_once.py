@@ -66,7 +66,10 @@ def _in_rows(shape: torch.Size, n: int) -> torch.Size:
 
 
 def _copied(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    return parts[0].clone() if out is None else out.copy_(parts[0])
+    (x,) = parts
+    if x.dtype not in dtypes.PLAIN and x.dim():  # of which torch copies some, uint16 say, element by element
+        return torch.cat((x,)) if out is None else torch.cat((x,), out=out)
+    return x.clone() if out is None else out.copy_(x)
 
 
 def _added(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
@@ -171,7 +174,8 @@ class _Known:
             source, self.root = at
             self.readers, self.reads, self.rooted = (self.root,), (source,), index
         elif way is SWAP_FLAT:
-            run, self.count = self.count // n, 0  # it may differ
+            width = 1 if x.dtype in dtypes.PLAIN else x.itemsize  # as who gives lengths says them: what moves has it
+            run, self.count = width * self.count // n, 0  # it may differ
             self.table = array("q", [*(run * i for i in range(n + 1)), *[run] * n])
         self.take = (way.take or _reduction(op, x.dtype, n)) if self.reads else _nothing
         self.part, self.rows = part, rows = way.part(x.shape, n), n if way.rows else 0
@@ -312,7 +316,8 @@ class _Known:
         result: list[Tensor] = []
 
         def part(i: int, flat: Tensor) -> Tensor:
-            return flat[slice(*call.table_of(i))].view(self.part) if self.table else self.cut(flat)
+            run = dtypes.from_bytes(flat[slice(*call.table_of(i))] if self.table else flat, self.dtype)
+            return run.view(self.part) if self.table else self.cut(run)
 
         def fill(got: list[Tensor]) -> None:
             parts = [part(i, got[i]) for i in self.reads]
@@ -373,7 +378,7 @@ def _learned(link: Any, way: Way, op: str, x: Tensor, at: Any, said: Any, key: A
     again, and what makes each but once shall keep little.
     """
     mail = link.mail
-    if not 0 < x.nbytes <= _MOST or x.dtype not in dtypes.PLAIN or op in EXACT:
+    if not 0 < x.nbytes <= _MOST or x.dtype not in dtypes.COPIED or op in EXACT:
         return None
     if None in map(mail.box, mail.others) or (way is PERMUTE and (None in at or link.index in at)):
         return None

@@ -22,7 +22,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from operator import sub
 from typing import Any, NoReturn
 
@@ -33,7 +33,8 @@ from meshcomm import _torch
 from meshcomm.errors import CommError, text
 from meshcomm.runtime.health import peers
 from meshcomm.runtime.pending import Pending, TimedOutError
-from meshcomm.runtime.process.lending import STATE, TABLE, Segment, put
+from meshcomm.runtime.process.lending import NO_READERS, STATE, TABLE, Segment, put
+from meshcomm.runtime.process.memory import READERS
 from meshcomm.runtime.recorder import DROPPED, ENDED, THREAD, Record, failed
 from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.shared.differences import compare_given, differ_in, runs_differ
@@ -73,7 +74,7 @@ class Call(Entry):
 
     __slots__ = (
         "_decided", "_entries", "_error", "_fill", "_first", "_looking", "_odd", "_once", "_opened", "_result",
-        "_segments",
+        "_segments", "_unread",
     )  # fmt: skip
 
     def prepare(self) -> None:
@@ -87,6 +88,7 @@ class Call(Entry):
         self._result: Any = None
         self._once, self._looking = threading.Lock(), threading.Lock()
         self._error: Exception | None = None
+        self._unread: Unread | None = None
 
     # -------------------------------------------------------------------------------------------- what it waits for
 
@@ -216,25 +218,29 @@ class Call(Entry):
                     if all_of_it and self._fill is not None:
                         self._fill(self._opened)
                 except Exception as error:  # after Ctrl-C it can be read again
-                    self._error = error
-                if all_of_it or self._error is not None:
-                    self._end(self._segments)
+                    self._end_in(error)
+                else:
+                    if all_of_it:
+                        self._end()
         if self._error is not None:
             raise self._error
         return self._result
 
-    def _end(self, segments: Mapping[int, Segment]) -> None:
-        """Return what was borrowed, and let go of everything."""
+    def _end(self, taken_back: bool = False) -> None:
+        """Return what was borrowed, and let go of everything. ``taken_back``: nobody reads what was lent either."""
         if self.record[ENDED] is None:
             if self._error is None:
                 self.record[ENDED] = time.monotonic()
             else:
                 failed(self.record, self._error)
         place, lent, is_open = self.link.index, self._lent, self.mail.open
-        left = iter([segment.flags for segment in segments.values()])
+        left = iter([segment.flags for segment in self._segments.values()])
         self._over = True  # no call from here to the next one: Ctrl-C comes with one, and nobody ends it a second time
         if lent is not None:
-            lent.flags[place] = 0
+            if taken_back:
+                lent.flags[:READERS] = NO_READERS
+            else:
+                lent.flags[place] = 0
         self._decided, self.watch = True, None  # that knows this call: a circle would keep the result
         self._fill = self._first = self._opened = self.packed = self._own = self._lent = None
         self._segments = {}
@@ -247,13 +253,21 @@ class Call(Entry):
                 flags[place] = 0
             raise
 
+    def _end_in(self, error: Exception, taken_back: bool = False) -> None:
+        """It has failed: nobody reads it again."""
+        self._error = error
+        try:
+            self._end(taken_back)
+        except BaseException:  # Ctrl-C
+            if not self._over:
+                self._end(taken_back)
+            raise
+
     def quit(self, error: Exception) -> None:
         """Nobody reads it: all ranks know that, or will."""
         with self._once:
             if not self._over:
-                self._error, self._decided = error, True
-                self._take_back()
-                self._end(self._segments)
+                self._end_in(error, taken_back=True)
 
     def end_unasked(self) -> None:
         """For those who do not wait: whatever the caller is in the middle of has nothing to do with it."""
@@ -265,12 +279,6 @@ class Call(Entry):
             if self._odd:
                 self.quit(CommError("the ranks have made different calls"))
             self.finish()
-
-    def _take_back(self) -> None:
-        """What was lent, once: it may be lent again then."""
-        lent, self._lent = self._lent, None
-        if lent is not None:
-            lent.take_back()
 
     def give_up(self) -> None:
         """Return what was lent to this rank, if the call cannot come to an end any more. Under guard nobody has read
@@ -287,9 +295,8 @@ class Call(Entry):
             return
         with self._once:
             if not self._over:
-                self._error = CommError(text(self.name, why))
                 self._borrow_unread(self._segments)
-                self._end(self._segments)
+                self._end_in(CommError(text(self.name, why)))
 
     def _got(self, segments: dict[int, Segment]) -> list[Tensor]:
         link = self.link
@@ -374,8 +381,10 @@ class Call(Entry):
                     segments[i] = mail.borrow(entry, i)
             elif entry is None and i not in segments:
                 absent.append(i)
-        if absent:
-            mail.dropped.append(Unread(mail, self.number, absent))
+        if absent and self._unread is None:
+            unread, dropped = Unread(mail, self.number, absent), mail.dropped
+            self._unread = unread  # no call from here to the next line: what is returned twice may be another call's
+            dropped += (unread,)
 
     def table_of(self, i: int) -> tuple[int, int]:
         """Where what index i has for this rank begins and ends, in what it lends."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import NoReturn, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn, Protocol
 
 from meshcomm.errors import CommError, text
 from meshcomm.runtime.callsite import hinted, in_backward
@@ -58,33 +58,48 @@ class Boxes(Protocol):
 def compare_given(mail: Boxes) -> None:
     """See whether the others have made the calls that were not compared with theirs; CommError if not."""
     for _ in range(_COMPARED):
-        if mail.given:
-            number, digest = mail.given.popleft()
-            if not _is_compared(mail, number, digest):
-                mail.given.appendleft((number, digest))
-                return
+        if not mail.given:
+            return
+        given, found = mail.given.popleft(), None
+        try:
+            found = _compared(mail, *given)
+        finally:  # Ctrl-C, too
+            if found is None:
+                mail.given.appendleft(given)
+        if found is None:
+            return
+        differs, lent = found
+        try:
+            for flags in lent:
+                flags[mail.index] = 0
+        except BaseException:  # what was returned may be lent again
+            for flags in lent:
+                flags[mail.index] = 0
+            raise
+        if differs:
+            differ_in(mail, given[0])
 
 
-def _is_compared(mail: Boxes, number: int, digest: int) -> bool:
-    """Whether all others have made this call; CommError if one has made another one."""
-    odd = []
+def _compared(mail: Boxes, number: int, digest: int) -> tuple[bool, Iterator[Any]] | None:
+    """Whether one of the others has made another call, and the flags of what those lend this rank, which has read
+    from none of them; None if not all have made this call.
+    """
+    odd, lent = [], []
     for i in mail.others:
         box = mail.box(i)
         if box is None:
-            return False
+            return None
         at = box.at(number)
         come = box.cells[at]
         if come < number:
-            return False
+            return None
         if come == number and box.cells[at + DIGEST] != digest:
             odd.append(i)
-    if odd:
-        for i in odd:  # this rank has read from none of them
-            if (entry := entry_of(mail.box(i), number)) is not None and is_lent_to(mail.index, entry):
-                with contextlib.suppress(OSError):
-                    mail.borrow(entry, i).returned(mail.index)
-        differ_in(mail, number)
-    return True
+    for i in odd:
+        if (entry := entry_of(mail.box(i), number)) is not None and is_lent_to(mail.index, entry):
+            with contextlib.suppress(OSError):
+                lent.append(mail.borrow(entry, i).flags)
+    return bool(odd), iter(lent)
 
 
 def differ_in(mail: Boxes, number: int) -> NoReturn:

@@ -17,7 +17,8 @@ from meshcomm.runtime.health import peers
 from meshcomm.runtime.health.lateness import Late, late_text
 from meshcomm.runtime.process import lending
 from meshcomm.runtime.process.boxes import ENTRIES, HERE
-from meshcomm.runtime.process.lending import TABLE, Segment, put
+from meshcomm.runtime.process.lending import NO_READERS, TABLE, Segment, put
+from meshcomm.runtime.process.memory import READERS
 from meshcomm.runtime.process.reuse import reserve
 from meshcomm.runtime.recorder import Log, Record
 from meshcomm.runtime.transports.shared.lexicon import Meaning
@@ -124,8 +125,8 @@ class Entry:
     """What this rank says and lends of one call of a collective."""
 
     __slots__ = (
-        "_lent", "_missing", "_over", "_own", "_partly", "_sources", "_tables", "code", "count", "digest", "link",
-        "mail", "number", "packed", "place", "record", "root", "total", "watch",
+        "_brought", "_lent", "_missing", "_over", "_own", "_partly", "_sources", "_tables", "code", "count", "digest",
+        "link", "mail", "number", "packed", "place", "record", "root", "total", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -148,6 +149,7 @@ class Entry:
         self._sources: Sequence[int] = link.mail.others
         self._partly = False  # not compared with those of all others
         self._own: Tensor | None = None
+        self._brought: Any = None
         self._tables: dict[int, Sequence[int]] = {}
         self._over = False
         self.prepare()
@@ -155,7 +157,7 @@ class Entry:
     def prepare(self) -> None:
         """What a call needs beside its entry."""
 
-    def post(
+    def brings(
         self,
         packed: Tensor | None,
         readers: Sequence[int],
@@ -166,31 +168,44 @@ class Entry:
         unread: tuple[int, int] = (0, 0),
         write: Callable[[Tensor], object] | None = None,
     ) -> None:
-        """Lend ``packed`` to the readers and tell everybody. ``sources``: who lends something to this rank, known from
-        the first: of whoever is interrupted nothing else may be returned. ``spare``: bytes behind it. ``table``: where
-        the run for each rank begins and the last one ends, and how long those are that it expects, in elements of
-        ``packed``. ``unread``: from and to which of these nobody else reads. ``write``: writes what is lent, of which
-        ``packed`` then has the shape alone.
+        """What :meth:`post` lends: ``packed``, to the readers. ``sources``: who lends something to this rank, known
+        from the first: of whoever is interrupted nothing else may be returned. ``spare``: bytes behind it. ``table``:
+        where the run for each rank begins and the last one ends, and how long those are that it expects, in elements
+        of ``packed``. ``unread``: from and to which of these nobody else reads. ``write``: writes what is lent, of
+        which ``packed`` then has the shape alone.
         """
+        self.packed, self._sources = packed, sources
+        self._brought = packed, readers, spare, table, unread, write
+
+    def post(self) -> None:
+        """Lend that, and tell everybody. Who is interrupted drops the call, or quits it, if others have heard of it."""
         if self.mail.dropped:
             self.mail.look_after()
-        self.packed, self._sources = packed, sources
         if self.watch is None:
-            self._missing, self._partly = list(sources), len(sources) < len(self.mail.others)
+            self._missing, self._partly = list(self._sources), len(self._sources) < len(self.mail.others)
+        assert self._brought is not None
+        brought, self._brought = self._brought, None
         try:
-            self._lend(packed, readers, spare, table, unread, write)
+            self._lend(*brought)
             with self.mail.lock:
                 self._enter()
         except BaseException:
-            own = self.mail.own
-            if self.number and own.cells[own.at(self.number)] == self.number:  # Ctrl-C, and the others have heard of it
-                if self.watch is not None:
-                    self.watch.begin(self)
-                self.drop()
-            elif self._lent is not None:
-                for place in (*readers, self.link.index):
-                    self._lent.returned(place)
+            if not self.is_open:
+                self._take_back()
+            elif self.watch is not None:
+                self.watch.begin(self)
             raise
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the others have heard of it, and it has not come to its end."""
+        return self.mail.open.get(self.number) is self  # type: ignore[comparison-overlap]  # the entry of a `Call`
+
+    def _take_back(self) -> None:
+        """What was lent, once: it may be lent again then."""
+        lent = self._lent
+        if lent is not None:
+            self._lent, lent.flags[:READERS] = None, NO_READERS  # no call between: Ctrl-C comes with one
 
     def was_posted(
         self, number: int, lent: Segment | None, own: Tensor, sources: Sequence[int], table: Sequence[int]
@@ -254,11 +269,10 @@ class Entry:
         said_of = (self.code, self.count, self.root, *where, told.later, *place, self.digest, self.place, *says)
         cells[at] = 0  # what stood there is not to be written to any more
         cells[at + 1 : at + ENTRY_CELLS] = array("q", said_of)
-        mail.open[number] = self  # type: ignore[assignment]  # the entry of a `Call`
-        if lent is not None:
-            lent.number = number
-        mail.number = number
         try:
+            mail.open[number], mail.number = self, number  # type: ignore[assignment]  # the entry of a `Call`
+            if lent is not None:
+                lent.number = number
             if watch is not None:
                 watch.begin(self)
         finally:  # Ctrl-C, too: the number is taken
@@ -305,7 +319,7 @@ class Entry:
     def drop(self) -> None:
         """Nobody waits for it: what was lent to this rank is returned all the same, when all have come."""
         dropped: list[Any] = self.mail.dropped
-        if not self._over and self not in dropped:
+        if self.is_open and self not in dropped:
             dropped.append(self)
 
     def _nbytes(self) -> int:

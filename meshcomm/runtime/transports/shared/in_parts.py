@@ -22,7 +22,7 @@ from torch import Tensor
 
 from meshcomm import _torch
 from meshcomm.runtime.process.boxes import ENTRIES, ENTRY
-from meshcomm.runtime.process.lending import PART, STATE, Segment, address_of, copy
+from meshcomm.runtime.process.lending import PART, STATE, Segment, address_of, copy, move
 from meshcomm.runtime.transports.shared.mailbox import Mail
 from meshcomm.runtime.transports.shared.waiting import give_way
 from meshcomm.runtime.transports.shared.words import DIGEST, OFFSET, ROOT, SERIAL
@@ -48,7 +48,7 @@ class Parts:
     """How this rank's tensor of a call is written by its address, and what of the result can be made part by part."""
 
     __slots__ = (
-        "_cuts", "_ends", "_moves", "_size", "_start", "_writes", "address", "follows", "reduces", "tells",
+        "_cuts", "_ends", "_own", "_size", "_start", "_writes", "address", "follows", "reduces", "tells",
     )  # fmt: skip
 
     def __init__(
@@ -62,10 +62,7 @@ class Parts:
         """
         most = _TOLD if tells else PART
         self._writes = [(at, min(most, end - at)) for begin, end in lent for at in range(begin, end, most)]
-        self._start, self._size = start, size
-        self._moves: list[tuple[int, int, int]] = []
-        if own is not None:
-            self._moves = [(own * size + at, start + at, min(PART, size - at)) for at in range(0, size, PART)]
+        self._start, self._size, self._own = start, size, own
         self.address = address_of if lent or own is not None else _nowhere
         """Where a tensor lies; 0 if it cannot be lent and read so."""
         self.tells, self.follows, self.reduces = tells, follows, reduces
@@ -104,8 +101,8 @@ class Parts:
 
     def copy_own(self, address: int, to: int) -> None:
         """To its place in the result, if it has one. ``to``: where that begins."""
-        for into, at, nbytes in self._moves:
-            copy(to + into, address + at, nbytes)
+        if self._own is not None:
+            move(to + self._own * self._size, address + self._start, self._size)
 
     def copy(self, other: _Other, k: int, cells: Any, at: int, number: int, to: int) -> bool:
         """What is written there to place ``k`` of the result; whether it came in time."""

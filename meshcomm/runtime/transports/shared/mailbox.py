@@ -300,7 +300,7 @@ class Unread:
         """See who has come meanwhile."""
         mail, number = self._mail, self._number
         with self._once:
-            for i in list(self._absent):
+            for i in self._absent:
                 box = mail.box(i)
                 if box is None or box.cells[box.at(number)] < number:
                     continue
@@ -309,6 +309,8 @@ class Unread:
                 if entry is not None and is_lent_to(mail.index, entry):
                     with contextlib.suppress(OSError):
                         segment = mail.borrow(entry, i)
-                self._absent.remove(i)  # first, for once returned it may be lent again
+                self._absent = [
+                    j for j in self._absent if j != i
+                ]  # no call from here: once returned it may be lent again
                 if segment is not None:
-                    segment.returned(mail.index)
+                    segment.flags[mail.index] = 0

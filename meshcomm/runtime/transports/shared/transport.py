@@ -106,7 +106,7 @@ class OneHostLink(ProcessLink):
         if flat.dtype is not x.dtype:
             flat = dtypes.from_bytes(flat, x.dtype)
         result = flat if flat.shape == x.shape else flat.view(x.shape)
-        call.post(packed, self.mail.others, self.mail.others, spare=self._spare(flat) if in_parts else 0)
+        call.brings(packed, self.mail.others, self.mail.others, spare=self._spare(flat) if in_parts else 0)
         return self._reduced(call, in_parts, op, flat, result)
 
     def all_reduce_own(self, x: Tensor, op: str) -> Tensor:
@@ -142,7 +142,7 @@ class OneHostLink(ProcessLink):
         out = reserve.empty(x.shape, torch.empty(0, dtype=x.dtype, device="cpu"))
         call = self._call("all_reduce", "sum", out)
         in_parts = self._in_parts(out)
-        call.post(
+        call.brings(
             out,
             self.mail.others,
             self.mail.others,
@@ -171,7 +171,7 @@ class OneHostLink(ProcessLink):
         packed = dtypes.to_bytes(x)
         out = reserve.empty((self.size * packed.numel(),), packed)
         call = self._call("all_gather", "", x)
-        call.post(packed, self.mail.others, self.mail.others)
+        call.brings(packed, self.mail.others, self.mail.others)
         result = out if out.dtype is x.dtype else dtypes.from_bytes(out, x.dtype)
         return self._done(call, partial(torch.cat, out=out), result if len(shape) == 1 else result.view(shape))
 
@@ -186,7 +186,7 @@ class OneHostLink(ProcessLink):
         call = self._call("reduce_scatter", op, x)
         each = packed.numel() // self.size
         own = self.index * each, (self.index + 1) * each
-        call.post(packed, self.mail.others, self.mail.others, unread=own)
+        call.brings(packed, self.mail.others, self.mail.others, unread=own)
         return self._own_row(call, op, out)
 
     def scatter_flat(self, x: Tensor, op: str) -> Any:
@@ -200,7 +200,7 @@ class OneHostLink(ProcessLink):
         whole = torch.empty((), dtype=x.dtype, device="cpu").expand(shape.numel())
         out = reserve.empty(shape[1:], whole)
         call = self._call("reduce_scatter", op, out.expand(shape))
-        call.post(whole, self.mail.others, self.mail.others, write=lambda own: _write(own, x))
+        call.brings(whole, self.mail.others, self.mail.others, write=lambda own: _write(own, x))
         return self._own_row(call, op, out)
 
     def _own_row(self, call: Call, op: str, out: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ class OneHostLink(ProcessLink):
         call.count = 0  # it may differ
         starts = [0, *accumulate(send if width == 1 else [width * run for run in send])]
         own = starts[self.index], starts[self.index + 1]
-        call.post(packed, self.mail.others, self.mail.others, table=[*starts, *runs], unread=own)
+        call.brings(packed, self.mail.others, self.mail.others, table=[*starts, *runs], unread=own)
 
         def fill(got: list[Tensor]) -> None:
             torch.cat([whole[slice(*call.table_of(i))] for i, whole in enumerate(got)], out=out)
@@ -249,7 +249,7 @@ class OneHostLink(ProcessLink):
         call = self._call("permute", "", x)
         call.root = -1 if destination is None else destination
         sources = () if source in (None, self.index) else (source,)
-        call.post(packed, () if destination in (None, self.index) else (destination,), sources)
+        call.brings(packed, () if destination in (None, self.index) else (destination,), sources)
 
         def fill(got: list[Tensor]) -> None:
             if source is not None:
@@ -267,7 +267,7 @@ class OneHostLink(ProcessLink):
         packed = dtypes.to_bytes(x)
         out = reserve.empty(packed.shape, packed)
         call = self._call("broadcast", "", x, src)
-        call.post(packed, *self._from_one(src))
+        call.brings(packed, *self._from_one(src))
         result = dtypes.from_bytes(out, x.dtype).view(x.shape)
         return self._done(call, lambda got: out.copy_(got[src]), result)
 
@@ -281,7 +281,7 @@ class OneHostLink(ProcessLink):
         packed = dtypes.to_bytes(x)
         out = reserve.empty(x.shape, x) if self.index == dst else None
         call = self._call("reduce", op, x, dst)
-        call.post(packed, *self._to_one(dst))
+        call.brings(packed, *self._to_one(dst))
 
         def fill(got: list[Tensor]) -> None:
             if out is not None:
@@ -301,7 +301,7 @@ class OneHostLink(ProcessLink):
         packed = dtypes.to_bytes(x)
         out = reserve.empty((self.size * packed.numel() if self.index == dst else 0,), packed)
         call = self._call("gather", "", x, dst)
-        call.post(packed, *self._to_one(dst))
+        call.brings(packed, *self._to_one(dst))
         if self.index != dst:
             return self._done(call, lambda _: None, None)
         result = dtypes.from_bytes(out, x.dtype).view(self.size, *x.shape)
@@ -327,7 +327,7 @@ class OneHostLink(ProcessLink):
         call = self._call("scatter", "", like, src)
         call.total = self.size
         own = self.index * out.numel(), (self.index + 1) * out.numel()
-        call.post(packed, *self._from_one(src), unread=own if self.index == src else (0, 0))
+        call.brings(packed, *self._from_one(src), unread=own if self.index == src else (0, 0))
         mine = slice(*own)
         result = dtypes.from_bytes(out, like.dtype).view(like.shape)
         return self._done(call, lambda got: out.copy_(got[src][mine]), result)
@@ -335,7 +335,7 @@ class OneHostLink(ProcessLink):
     def barrier(self) -> object:
         """Entries without anything."""
         call = self._call("barrier", "", torch.empty(0, dtype=torch.uint8, device="cpu"))
-        call.post(None, (), self.mail.others)
+        call.brings(None, (), self.mail.others)
         return self._done(call, lambda _: None, None)
 
     def barrier_within(self, seconds: float) -> None:
@@ -417,7 +417,7 @@ class OneHostLink(ProcessLink):
         call = self._watched_call(watched, code_of(name, "", dtype), 0, -1)
 
         def come() -> None:
-            call.post(None, (), self.mail.others)
+            call.brings(None, (), self.mail.others)
             self._done(call, lambda _: None, None)
 
         for_later(False, come)
@@ -460,6 +460,7 @@ class OneHostLink(ProcessLink):
     def _done(self, call: Call, fill: Fill, result: T, first: Fill | None = None) -> T:
         try:
             call.expect(fill, result, first)
+            call.post()
             if told.later:
                 return Reading(call)  # type: ignore[return-value]  # for who waits later
             return call.conclude(self.mail.timeout)  # type: ignore[no-any-return]

@@ -347,21 +347,21 @@ class Letters:
         """Write a letter, about what stays lent until it has been read and somebody has seen that: ``is_read``."""
         x, dst, tag = post
         mail, packed = self.mail, dtypes.to_bytes(x)
-        lent, rest, follows = self._lend(packed, dst), None, 0
-        if lent is None:
-            follows = following(next(link.numbers))
-            rest = Messages(
-                link, [link._start("exchange", lambda: link.base.send([packed], dst, follows))], None, packed
-            )
-        letter = letter_of(link.name, tag, x, follows, lent, route)
+        lent, rest, follows, letter = self._lend(packed, dst), None, 0, None
         try:
+            if lent is None:
+                follows = following(next(link.numbers))
+                rest = Messages(
+                    link, [link._start("exchange", lambda: link.base.send([packed], dst, follows))], None, packed
+                )
+            letter = letter_of(link.name, tag, x, follows, lent, route)
             with self.sending:
                 self._write(dst, letter)
             mail.ring_at(dst)
             return Sent(dst, letter[NUMBER], lent, rest)
         except BaseException as error:
             if lent is not None:
-                if 0 < letter[NUMBER] <= self.numbers[dst]:  # it is there: Ctrl-C
+                if letter is not None and 0 < letter[NUMBER] <= self.numbers[dst]:  # it is there: Ctrl-C
                     lent.returned(mail.index)
                 else:
                     lent.take_back()

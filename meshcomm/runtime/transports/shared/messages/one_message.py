@@ -56,7 +56,6 @@ from meshcomm.runtime.transports.shared.waiting import give_way
 _KNOWN, _PLACES = 512, 64
 """How many kinds of messages are known of an axis, and of each how many places where something is lent."""
 _CPU = torch.device("cpu")
-_MOVED = dtypes.PLAIN | {torch.bool, torch.int16, torch.complex64, torch.complex128}
 
 
 class _Known:
@@ -110,7 +109,7 @@ def _nothing_of(dtype: torch.dtype) -> Tensor:
 def _learned(
     known: dict[Any, _Known], key: Any, link: Any, other: int, tag: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> _Known | None:
-    if dtype not in _MOVED or len(shape) > LENGTHS:
+    if dtype not in dtypes.COPIED or len(shape) > LENGTHS:
         return None
     if len(known) >= _KNOWN:
         known.clear()
