@@ -129,6 +129,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if pool_of(item):
             item.add_marker("processes")
+            if "compile" in item.nodeid:
+                item.add_marker("compiled")
     rank = {name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: rank.get(group_of(item), len(FIRST)))
     if torch.accelerator.is_available():
