@@ -7,9 +7,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+
+import meshcomm as mc
+from meshcomm.runtime.transports.threads import rank_thread
 
 ROOT = Path(__file__).parent.parent
 
@@ -172,3 +177,21 @@ def test_ctrl_c_again_ends_a_rank_that_comes_to_no_collective() -> None:
         check=False,
     )
     assert run.stdout == "[]\n[0, 1]\n", run.stderr
+
+
+@pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="elsewhere nobody can tell which threads there are")
+def test_a_later_thread_that_has_the_number_of_a_rank_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system gives numbers again: each exit would have taken half a minute, and ended with code 1."""
+    monkeypatch.setattr(rank_thread, "_returned", [])
+    numbers = mc.launch(threading.get_native_id, 2)
+    monkeypatch.setattr(rank_thread, "_TASKS", str(tmp_path))
+    for number in numbers:
+        (tmp_path / str(number)).mkdir()
+    left = []
+    for began in ("1", "9" * 12):  # in ticks
+        for number in numbers:
+            (tmp_path / str(number) / "stat").write_text(f"{number} (a) name) S {'0 ' * 18}{began} 0 0")
+        left.append(len(rank_thread._ending()))
+    assert left == [2, 0]

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import contextvars
 import ctypes
+import math
 import os
 import threading
 import time
@@ -27,8 +28,10 @@ _SOON = 1e-3
 _TASKS = "/proc/self/task"
 _MANY = 500
 
-_returned: list[int | None] = []
-"""The system's numbers of threads whose function has returned; ``join`` may not wait until they have ended, too."""
+_returned: list[tuple[int | None, float]] = []
+"""The system's numbers of threads whose function has returned, and when; ``join`` may not wait until they have ended,
+too. Later threads may be given the numbers of those that have.
+"""
 
 
 class Cancelled(BaseException):
@@ -77,7 +80,7 @@ class RankThread(threading.Thread):
         super().run()
         if len(_returned) >= _MANY:
             _returned[:] = _ending()
-        _returned.append(self.native_id)
+        _returned.append((self.native_id, _now()))
 
     def interrupt(self) -> None:
         """Have the rank end, where it communicates or, if its code is running, as soon as that is Python's."""
@@ -85,9 +88,23 @@ class RankThread(threading.Thread):
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(Cancelled))
 
 
-def _ending() -> list[int | None]:
+def _now() -> float:
+    """Seconds since what the system counts the starts of threads from."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else 0.0
+
+
+def _ending() -> list[tuple[int | None, float]]:
     there = set(os.listdir(_TASKS)) if os.path.isdir(_TASKS) else ()
-    return [thread for thread in _returned if str(thread) in there]
+    return [(thread, at) for thread, at in _returned if str(thread) in there and _started(thread) <= at]
+
+
+def _started(thread: int | None) -> float:
+    """When this thread began; never, if it has ended."""
+    try:
+        with open(f"{_TASKS}/{thread}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return math.inf
 
 
 def _running() -> list[RankThread]:
