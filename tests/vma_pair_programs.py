@@ -166,6 +166,19 @@ def lists_of_views() -> list[Any]:
     return [*found, *torch.autograd.grad(sum(each.sum() for each in found if each.requires_grad), w)]
 
 
+def lists_without_counts() -> list[Any]:
+    """What is made under inference_mode does not count its changes, and views of it do not either."""
+    x, n, w, found = of("dp", 4), of((), 4), weight(4), []
+    with torch.inference_mode():
+        for _ in range(3):
+            found += [*torch._foreach_add([x, n], [x, n]), *torch._foreach_mul([w, x], 2.0), *torch._foreach_sqrt([x])]
+            found += [*torch._foreach_norm([x, n]), *torch._foreach_neg((x[:2], x[2:])), *torch._foreach_abs(found[:2])]
+            found += [*torch._foreach_lerp([x, n], [n, x], 0.5), *torch._foreach_addcmul([x], [n], [x])]
+            torch._foreach_add_(found[:2], 1.0)
+            found += [*torch._foreach_add(found[:2], found[2:4]), *torch._foreach_neg([each[:2] for each in found[:2]])]
+    return found
+
+
 def one_hot_of_places() -> list[Any]:
     places, found = of("dp", 4).long(), []
     for _ in range(3):
@@ -185,6 +198,6 @@ PAIR_PROGRAMS: dict[str, Program] = {
     each.__name__.replace("_", " "): each
     for each in (
         changed_between, one_of_two_types, one_for_both, seventy_layers, without_gradients_beside, computed_in_place,
-        wider_into_narrower, lists_of_views, one_hot_of_places, more_operators,
+        wider_into_narrower, lists_of_views, lists_without_counts, one_hot_of_places, more_operators,
     )
 }  # fmt: skip

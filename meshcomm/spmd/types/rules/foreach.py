@@ -57,7 +57,8 @@ class Foreach(InPlace):
 
     def _note_new(self, y: Any, kind: Type) -> None:
         """Note the type of what was made of one element."""
-        if type(y) is Tensor and getattr(y, NAME, None) is None and y._base is None and not y._version:
+        new = type(y) is Tensor and getattr(y, NAME, None) is None and y._base is None
+        if new and not (y.is_inference() or y._version):  # an inference tensor does not count its changes
             y._meshcomm_type = kind if kind.plain != y.requires_grad else kind.seen(kind.plain)  # type: ignore[attr-defined]
         else:
             self._note(y, kind)
