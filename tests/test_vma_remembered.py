@@ -106,6 +106,37 @@ def test_nothing_is_held_that_nobody_else_has() -> None:
         assert left == 0
 
 
+def in_a_step(beside: int, held: list[weakref.ref[Tensor]]) -> int:
+    """How many of the last step's are there when those of this one are; the function has its own until it ends."""
+    before, w = list(held), leaf()
+    kept = [leaf() for _ in range(beside)]
+    results = [w * i for i in range(10)]
+    loss = torch.stack([(x * place()).sum() for x in [*kept, *results]]).sum()
+    held[:] = map(weakref.ref, results)
+    alive = sum(each() is not None for each in before)
+    loss.backward()
+    return alive
+
+
+def other_steps(held: list[weakref.ref[Tensor]]) -> int:
+    """How many are there after a step, once something else is done."""
+    in_a_step(0, held)
+    for _ in range(20):
+        w = torch.ones(3).requires_grad_()
+        w.grad = torch.ones(3)
+        torch.optim.SGD([w], lr=0.1).step()
+    return sum(each() is not None for each in held)
+
+
+@pytest.mark.parametrize("beside", [0, 30, MANY])
+def test_what_a_step_has_made_ends_before_the_next_one_has_made_more(beside: int) -> None:
+    def run() -> list[int]:
+        held: list[weakref.ref[Tensor]] = []
+        return [*[in_a_step(beside, held) for _ in range(4)], other_steps(held)]
+
+    assert on_ranks(run) == [[0] * 5] * 2
+
+
 def gradients(w: Tensor, steps: Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], list[Tensor]], own: Any) -> Any:
     x = (torch.arange(3.0) + mc.axis_index("dp")).requires_grad_()
     return steps(w, mc.mark_varying(x, "dp"), own)

@@ -2,7 +2,8 @@
 
 It is remembered as long as the program has the value, for a second one would be one more sum in backward, which other
 ranks may not have: what one rank alone does beside may have made it forget. A value that nobody else has is held
-here, for it may be a view's or a transform's that is asked for again: a few of them, until the next backward.
+here, for it may be a view's or a transform's that is asked for again: a few of them, until the next backward. One that
+somebody has at that backward, such as the function that calls it, is let go soon after it is nobody's.
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ class Remembered:
         in the order of use."""
         self._shared: dict[int, Varied] = {}
         """Those that are held as long as somebody else has them: who holds what was made of a value holds that, too."""
-        self._room = 0
+        self._young: dict[int, Varied] = {}
+        """Those that are, too, since the last backward or by it: most of them are results that end with a step."""
+        self._wait = 0
+        """How much is done before these are looked at again: as much as there are, so that it is one look each time."""
         self._newest: list[Varied] = []
         """Those of these that were used since."""
 
@@ -95,6 +99,7 @@ class Remembered:
             if isinstance(x, Parameter) or key in self._given_as:
                 entry.newest = True
             else:  # it may have ended for everybody else
+                self._look_at_young()
                 for used in self._newest:
                     used.newest = False
                     self._lately.move_to_end(used.key)
@@ -118,31 +123,39 @@ class Remembered:
             del self._pvaried[entry.key]
             return
         entry.newest = True
-        self._shared[entry.key] = entry
-        if len(self._shared) > self._room:
-            self._forget_unshared()
+        self._young[entry.key] = entry
 
-    def _forget_unshared(self) -> None:
-        """Hold nothing that nobody else has."""
+    def _look_at_young(self) -> None:
+        """Something is done: hold none of these that nobody else has, if it is time to look."""
+        self._wait -= 1
+        if self._wait < 0:
+            self._forget_unshared(self._young)
+            self._wait = len(self._young)
+
+    def _forget_unshared(self, held: dict[int, Varied]) -> None:
+        """Hold nothing of this that nobody else has."""
         own = _own_references()
-        for key, entry in list(self._shared.items()):
-            if entry.references <= own:
-                del self._shared[key], self._pvaried[key]
-        self._room = _LATELY + 2 * len(self._shared)
+        ended = [entry for entry in held.values() if entry.references <= own]
+        for entry in ended:  # with which they end, and what their graphs hold, once all are out of these
+            del held[entry.key], self._pvaried[entry.key]
 
     def _forget_lately(self) -> None:
         """Hold nothing that was made of what has ended."""
         self._newest.clear()
-        for key, entry in self._lately.items():
-            entry.newest, self._shared[key] = True, entry
-        self._lately.clear()
-        self._forget_unshared()
+        self._shared.update(self._young)
+        self._forget_unshared(self._shared)
+        self._young, self._lately = dict(self._lately), OrderedDict()
+        for entry in self._young.values():
+            entry.newest = True
+        self._forget_unshared(self._young)
+        self._wait = 0
 
     def _forget_all(self) -> None:
         """Hold nothing."""
         self._newest.clear()
         self._lately.clear()
         self._shared.clear()
+        self._young.clear()
         self._pvaried.clear()
 
     def forget_varied(self, tensors: Iterable[Tensor]) -> None:
@@ -150,5 +163,6 @@ class Remembered:
         for x in tensors:
             self._pvaried.pop(id(x), None)
             self._shared.pop(id(x), None)
+            self._young.pop(id(x), None)
             if (entry := self._lately.pop(id(x), None)) is not None and entry.newest:
                 self._newest.remove(entry)

@@ -381,6 +381,8 @@ class AtOnce(Several, InPlace):
         """
         kind = KINDS[func]
         way, flat = kind.way, args
+        if self._young:
+            self._look_at_young()
         if way is COMPUTES:
             return self._in_place(kind, func, args, kwargs, short), None, False, False, 0
         if not way:
