@@ -49,7 +49,12 @@ BESIDE: dict[str, Callable[[list[Tensor]], Any]] = {
     "a backward of its own": lambda values: local_backward(),
     "both": lambda values: (local_backward(), some_are_used(values)),
 }
-KINDS: dict[str, Callable[[Tensor], Tensor]] = {"leaves": lambda w: w, "results": lambda w: w * 2}
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "leaves": lambda w: w,
+    "results": lambda w: w * 2,
+    "views": lambda w: (w * 2)[:],
+    "views of leaves": lambda w: w.view(3),
+}
 
 
 def sums(beside: Callable[[list[Tensor]], Any], make: Callable[[Tensor], Tensor], how_many: int) -> list[Any]:
@@ -74,7 +79,7 @@ def sums(beside: Callable[[list[Tensor]], Any], make: Callable[[Tensor], Tensor]
 @pytest.mark.parametrize("beside", BESIDE)
 def test_what_one_rank_does_beside_changes_no_sum(beside: str, how_many: int, kind: str) -> None:
     found = on_ranks(lambda: sums(BESIDE[beside], KINDS[kind], how_many))
-    each = 2.0 * (1 + 2) * (1 if kind == "leaves" else 2)
+    each = 2.0 * (1 + 2) * (1 if "leaves" in kind else 2)
     assert found == [[[each] * 3] * how_many] * len(found)
 
 
@@ -104,6 +109,20 @@ def test_nothing_is_held_that_nobody_else_has() -> None:
         assert alive <= 2 * 64
         assert all_kept
         assert left == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_program_has_is_remembered(kind: str) -> None:
+    def run() -> int:
+        checker: Any = mc.watch.here.watcher
+        values = [KINDS[kind](leaf()) for _ in range(MANY)]
+        for x in values:
+            x * place()
+        others_are_made()
+        local_backward()
+        return sum(id(x) in checker._pvaried for x in values)
+
+    assert on_ranks(run) == [MANY] * 2
 
 
 def in_a_step(beside: int, held: list[weakref.ref[Tensor]]) -> int:

@@ -55,18 +55,20 @@ class Varied:
         self.lies_as = _nowhere
 
     @property
-    def references(self) -> int:
-        """How many there are to ``x``."""
-        return sys.getrefcount(self.x)
+    def alone(self) -> bool:
+        """Whether nobody else has ``x``."""
+        return sys.getrefcount(self.x) <= _own_references(self.x._base is not None)
 
 
 @functools.cache
-def _own_references() -> int:
-    """To a value that nobody has but a pvary of it and who remembers that."""
+def _own_references(view: bool) -> int:
+    """To a value that nobody has but a pvary of it and who remembers that: that of a view has its base."""
     with without_modes(), torch.inference_mode(False), torch.enable_grad():
-        entry = Varied(torch.empty((), device="cpu", requires_grad=True))
+        x = torch.empty((), device="cpu", requires_grad=True)
+        entry = Varied(x.view(()) if view else x)
+        del x
         entry.put(frozenset(), entry.x.view_as(entry.x))
-    return entry.references
+    return sys.getrefcount(entry.x)
 
 
 class Remembered:
@@ -119,7 +121,7 @@ class Remembered:
 
     def _let_go(self, entry: Varied) -> None:
         """Remember it as long as somebody else has the value."""
-        if entry.references <= _own_references():
+        if entry.alone:
             del self._pvaried[entry.key]
             return
         entry.newest = True
@@ -134,8 +136,7 @@ class Remembered:
 
     def _forget_unshared(self, held: dict[int, Varied]) -> None:
         """Hold nothing of this that nobody else has."""
-        own = _own_references()
-        ended = [entry for entry in held.values() if entry.references <= own]
+        ended = [entry for entry in held.values() if entry.alone]
         for entry in ended:  # with which they end, and what their graphs hold, once all are out of these
             del held[entry.key], self._pvaried[entry.key]
 
