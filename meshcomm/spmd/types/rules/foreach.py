@@ -59,7 +59,7 @@ class Foreach(InPlace):
         """Note the type of what was made of one element."""
         new = type(y) is Tensor and getattr(y, NAME, None) is None and y._base is None
         if new and not (y.is_inference() or y._version):  # an inference tensor does not count its changes
-            y._meshcomm_type = kind if kind.plain != y.requires_grad else kind.seen(kind.plain)  # type: ignore[attr-defined]
+            y._meshcomm_type = kind if kind.plain != y.requires_grad else kind.seen(kind.plain)
         else:
             self._note(y, kind)
 
