@@ -57,12 +57,12 @@ class Varied:
     @property
     def alone(self) -> bool:
         """Whether nobody else has ``x``."""
-        return sys.getrefcount(self.x) <= _own_references(self.x._base is not None)
+        return sys.getrefcount(self.x) <= _own_references(self.x._base is not None and self.node is not None)
 
 
 @functools.cache
 def _own_references(view: bool) -> int:
-    """To a value that nobody has but a pvary of it and who remembers that: that of a view has its base."""
+    """To a value that nobody has but its pvary and who remembers that; ``view``: to a result, of whose base that is made."""
     with without_modes(), torch.inference_mode(False), torch.enable_grad():
         x = torch.empty((), device="cpu", requires_grad=True)
         entry = Varied(x.view(()) if view else x)
