@@ -62,7 +62,7 @@ class Varied:
 
 @functools.cache
 def _own_references(view: bool) -> int:
-    """To a value that nobody has but its pvary and who remembers that; ``view``: to a result, of whose base that is made."""
+    """To a value that nobody has but its pvary and who remembers that; ``view``: a result, whose base the pvary has."""
     with without_modes(), torch.inference_mode(False), torch.enable_grad():
         x = torch.empty((), device="cpu", requires_grad=True)
         entry = Varied(x.view(()) if view else x)
