@@ -30,6 +30,7 @@ from meshcomm.runtime.hooks.guard.boards import Group, StoreBoard, StoreShelf
 from meshcomm.runtime.hooks.guard.link import Guarded
 from meshcomm.runtime.hooks.guard.setup import _ended_afar
 from meshcomm.runtime.hooks.guard.store import PatientStore
+from meshcomm.runtime.start.workers import WorkerPool
 
 F64 = torch.float64
 BOTH = ("dp", "tp")
@@ -236,6 +237,47 @@ def test_one_that_fails(guarded: Any, tmp_path: Path, monkeypatch: pytest.Monkey
             "dp=1,tp=1 (rank 3) has failed: ZeroDivisionError: division by zero"
             in Path(tmp_path, str(rank)).read_text()
         )
+
+
+def before_its_first_mesh() -> str:
+    """Rank 3 makes none."""
+    if dist.get_rank() == 3:
+        return "nothing"
+    with pytest.raises(mc.CommError) as caught, square():
+        mc.all_reduce(x(), BOTH)
+    return str(caught.value)
+
+
+def mesh_of_three(adopted: str) -> None:
+    """Rank 3 makes its first mesh in another function than the others. ``adopted``: a group met in this file."""
+    rank = dist.get_rank()
+    if adopted:
+        mc.shutdown()
+        dist.init_process_group("gloo", init_method=f"file://{adopted}", rank=rank, world_size=4)
+        mc.init()
+    if rank != 3:
+        mesh = mc.make_mesh({"three": 3}, ranks=[0, 1, 2])
+        assert mc.all_reduce(x(), "three", mesh=mesh).sum() == 24
+
+
+@pytest.mark.parametrize("memory", ["1", "0"], ids=["shared", "store"])
+def test_one_that_returns_before_its_first_mesh(monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
+    monkeypatch.setenv("MESHCOMM_SHARED_MEMORY", memory)
+    with WorkerPool(4, guard=True, timeout=SOON) as pool:
+        *told, last = pool.run(before_its_first_mesh)
+        assert last == "nothing"
+        assert all("not all ranks come to set up a group" in each for each in told)
+        assert "rank 3: returned from its function" in told[2] or "rank 3 has returned from its function" in told[2]
+
+
+@pytest.mark.parametrize("is_adopted", [False, True], ids=["", "adopted"])
+def test_one_whose_first_mesh_came_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_adopted: bool) -> None:
+    """It is known to have returned all the same: each counts the functions that it was given, and not from there on."""
+    monkeypatch.setenv("MESHCOMM_GUARD", "1")
+    with WorkerPool(4, timeout=SOON) as pool:
+        pool.run(mesh_of_three, str(tmp_path / "store") if is_adopted else "")
+        for _, text in pool.run(differ, "returned")[:3]:
+            assert re.search(CALLED["returned"][2], text), text
 
 
 # ------------------------------------------------------------------------------------------------------- deadlocks

@@ -20,6 +20,7 @@ from typing import Any
 from meshcomm.runtime.health import hosts, peers
 from meshcomm.runtime.hooks.guard.boards import Group, Shelf
 from meshcomm.runtime.ops import talks
+from meshcomm.runtime.process import home as given
 from meshcomm.runtime.words import ranks_text
 
 DEADLOCK = "nobody can go on"
@@ -144,7 +145,7 @@ class Guard:
         self.rank, self.size, self.shelf = rank, size, shelf
         self._is_there, self._ended = is_there, gone
         self._lock = threading.RLock()
-        self._status = Status()
+        self._status = Status(functions=given.begun)
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # numbers of threads come again
         self._here = _Here()
         self._acknowledged: dict[int, int] = {}
