@@ -280,6 +280,71 @@ def test_one_whose_first_mesh_came_later(monkeypatch: pytest.MonkeyPatch, tmp_pa
             assert re.search(CALLED["returned"][2], text), text
 
 
+def leaves_messages() -> int:
+    """Rank 3 returns, and has asked for many messages that it does not wait for: what it says of them is long."""
+    with square() as mesh:
+        mc.all_reduce(x(), BOTH)
+        if mesh.rank == 3:
+            want = {"shape": (2,), "dtype": torch.float32, "async_op": True}
+            KEPT.extend(mc.recv(BOTH, 0, tag=tag, **want) for tag in range(150))
+            guard = guards.current()
+            assert guard is not None
+            while len(guard._status.waits) < 150:
+                time.sleep(0.01)
+            return len(guard._status.write())
+        with pytest.raises(mc.CommError, match=r"rank 3\) has returned from its function"):
+            mc.all_reduce(x(), BOTH)
+        return 0
+
+
+KEPT: list[Any] = []
+
+
+def test_one_that_has_much_to_say_when_it_returns() -> None:
+    with WorkerPool(4, guard=True, timeout=SOON) as pool:
+        assert pool.run(leaves_messages)[3] > 2**15
+
+
+def test_what_is_too_much_for_a_shelf_is_shortened() -> None:
+    """But not how the function has ended, nor what the program waits in."""
+    status = guards.Status(home="returned", issued={7: 3})
+    status.waits = [guards.Wait(Group(7, (0, 1), "g"), n, "words" * 100, "at", {1: f"key {n}"}) for n in range(100)]
+    status.main = 0, 0, status.waits[-1].id
+    read = guards.Status.read(status.write(8000))
+    assert len(status.write(8000)) <= 8000 < len(status.write())
+    assert (read.home, read.issued, read.of_main()) != ("", {}, None)
+    assert 1 < len(read.waits) < 100
+    assert [each.number for each in guards.Status.read(status.write(1200)).waits] == [99]
+
+
+def finds_a_reason_alone(folder: str) -> str:
+    """Rank 0 gives up for a reason that the others do not find; rank 3 comes when they have been told."""
+    with square() as mesh:
+        mc.all_reduce(x(), BOTH)
+        guard: Any = guards.current()
+        if mesh.rank == 0:
+            guard.why_never = lambda *_, **__: "a reason of its own"
+        end = time.monotonic() + SOON
+        while mesh.rank == 3 and len(os.listdir(folder)) < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+        try:
+            mc.all_reduce(x(), BOTH)
+        except mc.CommError as error:
+            return str(error)
+        finally:
+            vars(guard).pop("why_never", None)
+            Path(folder, str(mesh.rank)).touch()
+            told = time.monotonic() < end
+            assert told
+    return ""
+
+
+def test_a_reason_that_only_one_finds(guarded: Any, tmp_path: Path) -> None:
+    for text in guarded.run(finds_a_reason_alone, str(tmp_path)):
+        assert "a reason of its own" in text
+    guarded.run(goes_on)
+
+
 # ------------------------------------------------------------------------------------------------------- deadlocks
 
 
