@@ -30,6 +30,7 @@ from meshcomm.runtime.hooks.guard.boards import Group, StoreBoard, StoreShelf
 from meshcomm.runtime.hooks.guard.link import Guarded
 from meshcomm.runtime.hooks.guard.setup import _ended_afar
 from meshcomm.runtime.hooks.guard.store import PatientStore
+from meshcomm.runtime.start.workers import WorkerPool
 
 F64 = torch.float64
 BOTH = ("dp", "tp")
@@ -236,6 +237,112 @@ def test_one_that_fails(guarded: Any, tmp_path: Path, monkeypatch: pytest.Monkey
             "dp=1,tp=1 (rank 3) has failed: ZeroDivisionError: division by zero"
             in Path(tmp_path, str(rank)).read_text()
         )
+
+
+def before_its_first_mesh() -> str:
+    """Rank 3 makes none."""
+    if dist.get_rank() == 3:
+        return "nothing"
+    with pytest.raises(mc.CommError) as caught, square():
+        mc.all_reduce(x(), BOTH)
+    return str(caught.value)
+
+
+def mesh_of_three(adopted: str) -> None:
+    """Rank 3 makes its first mesh in another function than the others. ``adopted``: a group met in this file."""
+    rank = dist.get_rank()
+    if adopted:
+        mc.shutdown()
+        dist.init_process_group("gloo", init_method=f"file://{adopted}", rank=rank, world_size=4)
+        mc.init()
+    if rank != 3:
+        mesh = mc.make_mesh({"three": 3}, ranks=[0, 1, 2])
+        assert mc.all_reduce(x(), "three", mesh=mesh).sum() == 24
+
+
+@pytest.mark.parametrize("memory", ["1", "0"], ids=["shared", "store"])
+def test_one_that_returns_before_its_first_mesh(monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
+    monkeypatch.setenv("MESHCOMM_SHARED_MEMORY", memory)
+    with WorkerPool(4, guard=True, timeout=SOON) as pool:
+        *told, last = pool.run(before_its_first_mesh)
+        assert last == "nothing"
+        assert all("not all ranks come to set up a group" in each for each in told)
+        assert "rank 3: returned from its function" in told[2] or "rank 3 has returned from its function" in told[2]
+
+
+@pytest.mark.parametrize("is_adopted", [False, True], ids=["", "adopted"])
+def test_one_whose_first_mesh_came_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_adopted: bool) -> None:
+    """It is known to have returned all the same: each counts the functions that it was given, and not from there on."""
+    monkeypatch.setenv("MESHCOMM_GUARD", "1")
+    with WorkerPool(4, timeout=SOON) as pool:
+        pool.run(mesh_of_three, str(tmp_path / "store") if is_adopted else "")
+        for _, text in pool.run(differ, "returned")[:3]:
+            assert re.search(CALLED["returned"][2], text), text
+
+
+def leaves_messages() -> int:
+    """Rank 3 returns, and has asked for many messages that it does not wait for: what it says of them is long."""
+    with square() as mesh:
+        mc.all_reduce(x(), BOTH)
+        if mesh.rank == 3:
+            want = {"shape": (2,), "dtype": torch.float32, "async_op": True}
+            KEPT.extend(mc.recv(BOTH, 0, tag=tag, **want) for tag in range(150))
+            guard = guards.current()
+            assert guard is not None
+            while len(guard._status.waits) < 150:
+                time.sleep(0.01)
+            return len(guard._status.write())
+        with pytest.raises(mc.CommError, match=r"rank 3\) has returned from its function"):
+            mc.all_reduce(x(), BOTH)
+        return 0
+
+
+KEPT: list[Any] = []
+
+
+def test_one_that_has_much_to_say_when_it_returns() -> None:
+    with WorkerPool(4, guard=True, timeout=SOON) as pool:
+        assert pool.run(leaves_messages)[3] > 2**15
+
+
+def test_what_is_too_much_for_a_shelf_is_shortened() -> None:
+    """But not how the function has ended, nor what the program waits in."""
+    status = guards.Status(home="returned", issued={7: 3})
+    status.waits = [guards.Wait(Group(7, (0, 1), "g"), n, "words" * 100, "at", {1: f"key {n}"}) for n in range(100)]
+    status.main = 0, 0, status.waits[-1].id
+    read = guards.Status.read(status.write(8000))
+    assert len(status.write(8000)) <= 8000 < len(status.write())
+    assert (read.home, read.issued, read.of_main()) != ("", {}, None)
+    assert 1 < len(read.waits) < 100
+    assert [each.number for each in guards.Status.read(status.write(1200)).waits] == [99]
+
+
+def finds_a_reason_alone(folder: str) -> str:
+    """Rank 0 gives up for a reason that the others do not find; rank 3 comes when they have been told."""
+    with square() as mesh:
+        mc.all_reduce(x(), BOTH)
+        guard: Any = guards.current()
+        if mesh.rank == 0:
+            guard.why_never = lambda *_, **__: "a reason of its own"
+        end = time.monotonic() + SOON
+        while mesh.rank == 3 and len(os.listdir(folder)) < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+        try:
+            mc.all_reduce(x(), BOTH)
+        except mc.CommError as error:
+            return str(error)
+        finally:
+            vars(guard).pop("why_never", None)
+            Path(folder, str(mesh.rank)).touch()
+            told = time.monotonic() < end
+            assert told
+    return ""
+
+
+def test_a_reason_that_only_one_finds(guarded: Any, tmp_path: Path) -> None:
+    for text in guarded.run(finds_a_reason_alone, str(tmp_path)):
+        assert "a reason of its own" in text
+    guarded.run(goes_on)
 
 
 # ------------------------------------------------------------------------------------------------------- deadlocks

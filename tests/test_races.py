@@ -197,7 +197,7 @@ def test_who_was_told_of_a_deadlock_and_waits_anew_is_in_no_other_one() -> None:
     )
 
     class Shelf:
-        looked = 0
+        looked, most = 0, 1000.0
 
         def tell(self, status: bytes) -> None:
             pass

@@ -159,6 +159,13 @@ def _guard_of(here: membership.ProcessWorld) -> Any:
 _guards: list[Any] = []
 
 
+def _guard_from_the_first(rank: int, size: int) -> None:
+    """A rank that has made no mesh when it returns is told of, too. Who adopts a group would wait for the others."""
+    here = world.current()
+    if here is not None and not here.adopted:
+        _guard_of(here)
+
+
 def _made(here: membership.ProcessWorld, family: Family, name: str) -> ProcessLink:
     group, ranks, index, limit = family.base, family.ranks, family.index, family.limit
     ring = recorder.own_ring(recorder.Owner(here.rank, here.size))
@@ -322,6 +329,7 @@ def _forget() -> None:
 
 world.on_shutdown(_forget)
 world.on_init(dumps.listen)
+world.on_init(_guard_from_the_first)
 lateness.keep_by(dumps.dump_on_time_out)
 
 

@@ -31,8 +31,8 @@ _BOXES = 2 * PAGE
 _MOST_BOXES = 1000
 _TRIED = 4
 """How many boxes are looked at, whether they can serve again."""
-NOTES = 2**16
-"""Bytes for what the guard writes of the process."""
+NOTES = 2**20
+"""Bytes for what the guard writes of the process, which may wait for 1000 messages; what is not written takes none."""
 WORDS = 2**22
 """Bytes for what the calls of a process are in words."""
 _NOTES_AT = 8 * (_BOXES + _MOST_BOXES * _BOX)

@@ -6,6 +6,7 @@ A :class:`Shelf` is one process's, about itself; a :class:`Board` one group's, w
 from __future__ import annotations
 
 import contextlib
+import math
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -67,6 +68,9 @@ class Board(Protocol):
 class Shelf(Protocol):
     """What each process says of itself."""
 
+    most: float
+    """Bytes that it takes."""
+
     def tell(self, status: bytes) -> None:
         """Say what this process waits for."""
 
@@ -96,6 +100,8 @@ class SharedShelf:
     is stopped, or gives way, in the middle of writing still says what it has said before.
     """
 
+    most: float = _SHEET - 16
+
     def __init__(self, rank: int, neighbours: Sequence[Neighbour | None]) -> None:
         """``neighbours``: all ranks of the world; None for this one."""
         self._arenas = [arena() if each is None else each.arena for each in neighbours]
@@ -105,7 +111,7 @@ class SharedShelf:
         """Cells: the version, of which the parity is the sheet, written last; on a sheet the length, then the bytes."""
         view = self._arenas[self._rank].notes()
         cells = view.cast("q")
-        status = status if len(status) <= _SHEET - 16 else b""
+        assert len(status) <= self.most, len(status)  # who says nothing is waited for
         at = (cells[0] + 1) % 2 * _SHEET + 8
         cells[at // 8] = len(status)
         view[at + 8 : at + 8 + len(status)] = status
@@ -183,6 +189,8 @@ def unpacked(data: bytes) -> Entry:
 
 class StoreShelf:
     """A key for each rank."""
+
+    most: float = math.inf
 
     def __init__(self, prefix: str, rank: int) -> None:
         self._prefix, self._rank = prefix, rank

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import threading
 import time
 import weakref
@@ -20,12 +21,15 @@ from typing import Any
 from meshcomm.runtime.health import hosts, peers
 from meshcomm.runtime.hooks.guard.boards import Group, Shelf
 from meshcomm.runtime.ops import talks
+from meshcomm.runtime.process import home as given
 from meshcomm.runtime.words import ranks_text
 
 DEADLOCK = "nobody can go on"
 LONG = 0.1
 """Seconds of waiting after which a rank says so, and between looks at what the others say."""
 FEW_LOOKS, FIRST_PAUSE = 100, 2e-5
+_MOST_TEXT = 10_000
+"""Letters of an error or of a verdict that others are told."""
 
 _ids = itertools.count(1)
 
@@ -92,11 +96,19 @@ class Status:
     has is not to be taken for waiting for it.
     """
 
-    def write(self) -> bytes:
-        """For the shelf."""
-        found = {**vars(self), "waits": [wait.write() for wait in self.waits]}
-        found["issued"] = [[key, count] for key, count in self.issued.items()]
-        return json.dumps(found).encode()
+    def write(self, most: float = math.inf) -> bytes:
+        """For the shelf, which takes so many bytes. Of more waits than it has room for some are left out, but not the
+        program's own: who waits for this rank hears all else.
+        """
+        own = self.of_main()
+        waits = sorted(self.waits, key=lambda wait: wait is not own)
+        while True:
+            found = {**vars(self), "waits": [wait.write() for wait in waits]}
+            found["issued"] = [[key, count] for key, count in self.issued.items()]
+            data = json.dumps(found).encode()
+            if len(data) <= most or not waits:
+                return data
+            waits = waits[: len(waits) // 2]
 
     @staticmethod
     def read(data: bytes) -> Status:
@@ -144,7 +156,7 @@ class Guard:
         self.rank, self.size, self.shelf = rank, size, shelf
         self._is_there, self._ended = is_there, gone
         self._lock = threading.RLock()
-        self._status = Status()
+        self._status = Status(functions=given.begun)
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # numbers of threads come again
         self._here = _Here()
         self._acknowledged: dict[int, int] = {}
@@ -173,7 +185,7 @@ class Guard:
         status.version += 1
         status.issued = dict(self.issued)
         nothing = not (status.home or status.left or status.failures or status.waits or status.condemned)
-        self.shelf.tell(b"" if nothing else status.write())
+        self.shelf.tell(b"" if nothing else status.write(self.shelf.most))
 
     def acts(self) -> None:
         """A thread of the program makes a call."""
@@ -237,7 +249,7 @@ class Guard:
         """This rank has raised an error in a call that it should perhaps have made on an axis."""
         with self._lock:
             self._status.failures += 1
-            self._status.failure = text.split("\n", 1)[0]
+            self._status.failure = text.split("\n", 1)[0][:_MOST_TEXT]
             self._tell()
 
     def begin(self) -> None:
@@ -317,7 +329,7 @@ class Guard:
     def _condemn(self, circle: list[tuple[int, int]], verdict: str) -> str:
         with self._lock:
             self._status.condemned = [(rank, wait) for rank, wait in circle if wait > 0]
-            self._status.verdict = verdict
+            self._status.verdict = verdict[:_MOST_TEXT]
             self._tell()
         return verdict
 

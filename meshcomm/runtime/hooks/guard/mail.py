@@ -19,7 +19,6 @@ import torch
 from meshcomm.errors import CommError, described
 from meshcomm.runtime.call import gradients_agree
 from meshcomm.runtime.hooks.guard.boards import (
-    EXPIRED,
     LEAVING,
     MADE,
     REFUSED,
@@ -318,7 +317,7 @@ class _Watch(Meeting):
         for i in room.others:
             if i not in call.missing:
                 state = _errors_and_state(call.stands_of(i))[1]
-                if state == EXPIRED:
+                if self.follows(state):
                     return True
                 if state == LEAVING and self.is_gone(i):
                     self._ended = (*self._ended, i)

@@ -9,6 +9,7 @@ Where the others read what this rank says, and how it waits for them, is another
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, NoReturn
@@ -24,6 +25,8 @@ from meshcomm.runtime.words import Words, calls_text, sentence
 
 _ANSWER = 1.0
 """Seconds that the hosts of those that have not come have to answer."""
+_ALIKE = 2.0
+"""Seconds in which a rank finds by itself, and says in its own words, why another one has given up."""
 _LINGER = 2.0
 """Seconds that a rank which sees a difference gives the others to come too, so that all can be told of."""
 MET_SINCE = "the ranks have met in a barrier since, which ends what was begun before"
@@ -42,12 +45,13 @@ class Verdict(NamedTuple):
 class Meeting:
     """A call among its ranks."""
 
-    __slots__ = ("_waits", "errors", "number", "room", "verdict", "wavers")
+    __slots__ = ("_follows_at", "_waits", "errors", "number", "room", "verdict", "wavers")
 
     def __init__(self, room: Room, number: int, errors: int) -> None:
         """``errors``: how many this rank has raised since its last call here, over it is not known which axis."""
         self.room, self.number, self.errors = room, number, errors
         self._waits: Wait | None = None
+        self._follows_at = math.inf
         self.verdict: Verdict | None = None
         """Known before it is said, and never taken back."""
         self.wavers = False
@@ -114,6 +118,14 @@ class Meeting:
         """Whether another rank will say nothing more of it."""
         room = self.room
         return bool(room.guard.why_gone(room.group.ranks[index], room.group.key, self.number))
+
+    def follows(self, state: int) -> bool:
+        """Whether this rank gives up because another one, which has come and says this now, has: at once where that had
+        a time-out of its own; else when this one has not found the same reason for a while.
+        """
+        if state == GAVE_UP:
+            self._follows_at = min(self._follows_at, time.monotonic() + _ALIKE)
+        return state == EXPIRED or (state == GAVE_UP and time.monotonic() > self._follows_at)
 
     def say(self, state: int, why: str = "") -> None:
         """Write how this rank stands to it."""

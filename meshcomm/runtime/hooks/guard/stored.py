@@ -250,7 +250,7 @@ class _StoreMeeting(Meeting):
         """Whether one that came has given up meanwhile, without a reason that this rank finds, too."""
         for i in list(self.found):
             entry = self.room.board.look(i, self.number)
-            if entry is not None and entry.state == EXPIRED:
+            if entry is not None and self.follows(entry.state):
                 self._compare(i, entry)
             elif entry is not None and entry.state == LEAVING and self.is_gone(i):
                 self._ended.add(i)
