@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -526,3 +529,31 @@ def at_the_door(folder: str) -> list[Any]:
 def test_who_is_interrupted_at_the_end_of_a_wait_is_not_told_to_wait(guarded4: Any, tmp_path: Path) -> None:
     found = guarded4.run(at_the_door, str(tmp_path))
     assert found == [["Alarm ", 0, None]] + [[4.0, 0, None]] * 3
+
+
+def interrupted_and_let_go() -> None:
+    """What it was in the midst of goes at once: without a collection what others lend would stay lent."""
+    mesh = mc.make_mesh({"a": 4})
+    x = torch.arange(8.0)
+    gc.disable()
+    try:
+        for _ in range(3):
+            kept = weakref.ref(each := x.clone())
+            with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Alarm, mc.CommError):
+                if mesh.rank == 1:
+                    patch.setattr(Call, "wait_for_all", raising)
+                mc.all_reduce(each, "a", mesh=mesh)
+            del each
+            mc.barrier("a", timeout=LONG, mesh=mesh)
+            mc.barrier("a", timeout=LONG, mesh=mesh)
+            assert mesh.rank != 1 or kept() is None
+    finally:
+        gc.enable()
+
+
+def raising(*_: object) -> None:
+    raise Alarm
+
+
+def test_who_is_interrupted_keeps_nothing(guarded4: Any) -> None:
+    guarded4.run(interrupted_and_let_go)

@@ -7,10 +7,13 @@ import ast
 import functools
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from bad_calls import ROWS
 from cases import CASES
 
@@ -231,3 +234,32 @@ def test_names_are_found_before_their_module_is_imported() -> None:
 def test_arguments_by_name() -> None:
     assert ops["reduce"].arguments((1,), {"op": "max", "mesh": None}) == {"dst": 1, "op": "max", "mesh": None}
     assert ops["all_to_all"].arguments((0, 1, None, [2]), {})["recv_sizes"] == [2]
+
+
+INTERRUPTED = """
+import sys
+import meshcomm as mc
+from meshcomm.runtime.ops import Op, ops
+
+def interrupt(frame, event, arg):
+    if event == "return" and frame.f_code is Op.{where}.__code__ and "permute" in ops:
+        raise KeyboardInterrupt
+
+sys.setprofile(interrupt)
+try:
+    mc.permute
+except KeyboardInterrupt:
+    sys.setprofile(None)
+    assert callable(mc.permute)
+    try:
+        Op("permute", types="V -> V")
+    except AssertionError:
+        print("once")
+"""
+
+
+@pytest.mark.parametrize("where", ["__post_init__", "__call__"])
+def test_an_import_that_was_interrupted_can_be_made_again(where: str) -> None:
+    program = INTERRUPTED.format(where=where)
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert found.stdout == "once\n", found.stderr

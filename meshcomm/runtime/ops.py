@@ -50,13 +50,20 @@ class Op:
     """The function itself."""
 
     def __post_init__(self) -> None:
-        assert self.name not in ops, self.name
+        before = ops.get(self.name)
+        assert before is None or before.was_lost(), self.name
         ops[self.name] = self
 
     def __call__(self, fn: F) -> F:
         """Decorate the function."""
         self.fn = fn
         return fn
+
+    def was_lost(self) -> bool:
+        """Whether the import of its module came to no end, by Ctrl-C: the next one begins anew."""
+        fn = self.fn
+        module = None if fn is None else sys.modules.get(fn.__module__)
+        return fn is None or module is None or vars(module) is not fn.__globals__
 
     @cached_property
     def takes(self) -> str:

@@ -278,7 +278,8 @@ class Call(Entry):
         with contextlib.suppress(Exception), _torch.outside_transforms(), torch.inference_mode():
             if self._odd:
                 self.quit(CommError("the ranks have made different calls"))
-            self.finish()
+            if not self._over:  # else an error is raised again, in the midst of another one's: a circle of both
+                self.finish()
 
     def give_up(self) -> None:
         """Return what was lent to this rank, if the call cannot come to an end any more. Under guard nobody has read
