@@ -61,6 +61,8 @@ class AtOnce(Several, InPlace):
         if is_dynamo_compiling():  # before what it cannot trace: it would go on without the trace
             untraceable()
         if made.any:
+            if self._young:
+                self._look_at_young()
             return self._operation(KINDS[func], func, args, kwargs)
         if kwargs:
             for value in kwargs.values():
