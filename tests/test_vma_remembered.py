@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vma_checks import counted, on_ranks
 
 import meshcomm as mc
+from meshcomm.spmd.types.sizes import varying_numbers
 
 MANY = 100
 
@@ -147,8 +148,13 @@ def other_steps(held: list[weakref.ref[Tensor]]) -> int:
     return sum(each() is not None for each in held)
 
 
+@pytest.mark.parametrize("sizes", [False, True], ids=["", "sizes that depend on data"])
 @pytest.mark.parametrize("beside", [0, 30, MANY])
-def test_what_a_step_has_made_ends_before_the_next_one_has_made_more(beside: int) -> None:
+def test_what_a_step_has_made_ends_before_the_next_one_has_made_more(
+    beside: int, sizes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varying_numbers.made, "any", sizes)
+
     def run() -> list[int]:
         held: list[weakref.ref[Tensor]] = []
         return [*[in_a_step(beside, held) for _ in range(4)], other_steps(held)]
