@@ -241,7 +241,7 @@ class AtOnce(Several, InPlace):
             if (lacks := short.lacks) is None or not is_grad_enabled():
                 result = func(*args, **kwargs) if kwargs else func(*args)
             else:
-                quick, given = False, args
+                quick, given, due = False, args, True
                 if (place := short.narrow) >= 0 and (place < 2 or (count or 2 + len(rest)) == 3):
                     x, at_x = (
                         (a, at)
@@ -250,9 +250,7 @@ class AtOnce(Several, InPlace):
                         if place == 1
                         else (c := args[2] if count else rest[0], c._version)
                     )
-                    if not x.requires_grad:
-                        place = -2  # nothing is to be varied
-                    else:
+                    if due := x.requires_grad:
                         entry = self._pvaried.get(id(x))
                         try:  # as `_varied_before` does it, of a leaf for which the same was asked last
                             quick = (
@@ -266,11 +264,10 @@ class AtOnce(Several, InPlace):
                         except RuntimeError:
                             quick = False
                 elif short.pair and count == 3 and (pair := self._pair_before(b, of_b, args[2], lacks)) is not None:
-                    place, given = -2, (a, *pair)
-                if not quick:
-                    if place != -2:
-                        given = self._evened_at_once(whole.axes, short.name, args)
-                elif count != 2 or kwargs:
+                    given, due = (a, *pair), False
+                if due and not quick:
+                    given = self._evened_at_once(whole.axes, short.name, args)
+                elif quick and (count != 2 or kwargs):
                     given = [*(args if count else args[0])]
                     given[place] = entry.varied
                     if not count:
