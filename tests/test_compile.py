@@ -5,6 +5,7 @@ Most are compiled without generating code; test_compile_training.py has inductor
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -193,6 +194,26 @@ def test_ranks_have_the_same_collectives_in_their_graphs(pool4: Any) -> None:
     counts = pool4.run(graphs)
     assert len(set(counts)) == 1
     assert counts[0] >= 5
+
+
+def first_call() -> None:
+    """Its collectives are not run in a mode of torch's that looks for views: gloo's may end the process there."""
+    mesh = mc.make_mesh({"a": 2})
+    config: Any = importlib.import_module("torch._functorch.config")
+    before = getattr(config, "check_custom_op_aliasing", None)
+    if before is None:
+        return
+    config.check_custom_op_aliasing = True
+    try:
+        y = compiled(lambda x: mc.all_gather(x, "a", mesh=mesh))(torch.ones(2))
+        assert y.tolist() == [1.0] * 4
+        assert not config.check_custom_op_aliasing
+    finally:
+        config.check_custom_op_aliasing = before
+
+
+def test_the_first_call_is_not_watched_on_gloo(pool2: Any) -> None:
+    pool2.run(first_call)
 
 
 def summed(backend: str, dtype: torch.dtype) -> None:

@@ -6,8 +6,10 @@ import contextlib
 import copy
 import functools
 import gc
+import importlib
 import inspect
 import math
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable
@@ -1029,6 +1031,30 @@ def test_name_in_graph() -> None:
 def test_name_let_into_graph() -> None:
     assert _torch.let_into_graph() is True
     assert _torch.let_into_graph() is True  # with nothing left to do
+
+
+def test_name_first_calls_unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[bool] = []
+
+    @torch.library.custom_op("meshcomm_tests::plus_one", mutates_args=())
+    def plus_one(x: Tensor) -> Tensor:
+        watched.append("__torch_dispatch__" in [frame.name for frame in traceback.extract_stack()])
+        return x + 1
+
+    plus_one.register_fake(torch.empty_like)
+
+    def call() -> None:
+        torch.compiler.reset()
+        assert torch.compile(lambda x: plus_one(x), fullgraph=True, backend="aot_eager")(torch.ones(1)).item() == 2.0
+
+    config = importlib.import_module("torch._functorch.config")
+    known = hasattr(config, "check_custom_op_aliasing")
+    if known:
+        monkeypatch.setattr(config, "check_custom_op_aliasing", True)
+    call()
+    assert _torch.first_calls_unwatched() is known
+    call()
+    assert watched == [known, False]
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])

@@ -21,6 +21,7 @@ __all__ = [
     "computed_again",
     "copied_in_graph",
     "elementwise",
+    "first_calls_unwatched",
     "in_graph",
     "in_one_graph",
     "let_into_graph",
@@ -95,6 +96,19 @@ def in_one_graph() -> bool:
         return bool(sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx().one_graph)
     except (AttributeError, KeyError):  # nothing is traced, or torch has no such name any more: then graphs break
         return False
+
+
+@at_trace_time
+def first_calls_unwatched() -> bool:
+    """Have torch not look whether custom operators give views of what they are given, in the first call of a compiled
+    function: it does so in a dispatch mode, and functional collectives that gloo runs under one may end the process
+    (SIGABRT, SIGSEGV; torch 2.13: a tensor's object in Python goes while a thread of gloo's uses the tensor).
+    """
+    config: Any = sys.modules.get("torch._functorch.config")  # where a graph is traced it is there
+    known = hasattr(config, "check_custom_op_aliasing")
+    if known:
+        config.check_custom_op_aliasing = False
+    return known
 
 
 @contextlib.contextmanager

@@ -63,6 +63,8 @@ class ProcessLink(GroupLink):
 
     def traced(self) -> Any:
         """As functional operations; what goes to or from one rank is not traced."""
+        if self._on_gloo:
+            _torch.first_calls_unwatched()
         return TracedLink(self.size, self.index, self.nccl, self._on_gloo, self.group.group_name)
 
     def copies(self, name: str, x: Tensor) -> bool:
