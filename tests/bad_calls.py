@@ -129,6 +129,10 @@ def linear(*size: int) -> nn.Linear:
     return nn.Linear(*(size or (4, 4)))
 
 
+def lazy_buffers() -> nn.Sequential:
+    return nn.Sequential(linear(), nn.LazyBatchNorm1d(affine=False))
+
+
 def two_layers() -> nn.Sequential:
     return nn.Sequential(linear(4, 8), linear(8, 4))
 
@@ -886,6 +890,7 @@ bad("data_parallel", "a method that is no name", lambda h: ddp(methods=[3]), r"n
 bad("data_parallel", "methods that are a number", lambda h: ddp(methods=3), r"methods=3 is not a list of names")
 bad("data_parallel", "twice", lambda h: ddp(h.replicated, "b"), r"the module is data parallel already")
 bad("data_parallel", "of a sharded one", lambda h: ddp(h.sharded, "b"), r"the module's parameters are sharded")
+bad("data_parallel", "lazy buffers", lambda h: ddp(lazy_buffers()), r"'1.running_mean' has no shape yet")
 bad("data_parallel", "lazy", lambda h: ddp(nn.LazyLinear(2)), r"'weight' has no shape yet[\s\S]*run the module once before")
 bad("data_parallel", "max_norm", lambda h: ddp(nn.Embedding(4, 2, max_norm=1.0)), r"has max_norm: each rank would scale")
 bad("no_sync", "another module", lambda h: parallel.no_sync(linear()).__enter__(), r"Linear is neither data parallel nor sharded")
@@ -958,12 +963,14 @@ for cause, kwargs, said in FSDP + AXES:
     bad("fully_shard", cause, lambda h, kwargs=kwargs: sharded(**kwargs), rf"^meshcomm.fully_shard: {said}")
 bad("fully_shard", "not a module", lambda h: sharded([x(4)]), r"module is not a torch.nn.Module but Tensor")
 bad("fully_shard", "twice", lambda h: sharded(h.sharded, "b"), r"'the module' is sharded already")
-bad("fully_shard", "lazy", lambda h: sharded(nn.LazyLinear(2)), r"parameter '(weight|bias)' is a UninitializedParameter")
+bad("fully_shard", "lazy", lambda h: sharded(nn.LazyLinear(2)), r"'(weight|bias)' has no shape yet[\s\S]*run the module once before")
+bad("fully_shard", "lazy buffers", lambda h: sharded(lazy_buffers()), r"'1.running_mean' has no shape yet")
 bad("counts", "another module", lambda h: parallel.counts(linear()), r"this Linear is not sharded")
 bad("pieces", "not a module", lambda h: parallel.pieces({}), r"this dict is not sharded")
 bad("shard_optimizer", "no optimizer", lambda h: parallel.shard_optimizer(linear(), "a"), r"not a torch.optim.Optimizer but Linear")
 bad("shard_optimizer", "no such axis", lambda h: parallel.shard_optimizer(torch.optim.SGD(linear().parameters()), "c"), r"no axis 'c'")
 bad("shard_optimizer", "an unknown cut", lambda h: parallel.shard_optimizer(torch.optim.SGD(linear().parameters()), "a", cut="rows"), r"cut='rows'")
+bad("shard_optimizer", "lazy", lambda h: parallel.shard_optimizer(torch.optim.SGD(nn.LazyLinear(2).parameters()), "a"), r"a parameter has no shape yet[\s\S]*run the module once before")
 bad("shard_optimizer", "LBFGS", lambda h: parallel.shard_optimizer(torch.optim.LBFGS(linear().parameters()), "a"), r"LBFGS has one state")
 bad("clip_grad_norm", "no module", lambda h: parallel.clip_grad_norm([x(2)], 1.0), r"module is not a torch.nn.Module but list")
 bad("clip_grad_norm", "a mesh that is none", lambda h: parallel.clip_grad_norm(linear(), 1.0, mesh="b"), r"mesh= is a str")
@@ -1040,6 +1047,7 @@ bad("tensor_parallel", "twice", lambda h: cut({"*": "column"}, h.parallel), r"th
 bad("tensor_parallel", "of a sharded one", lambda h: cut({"*": "column"}, h.sharded), r"the module's parameters are sharded")
 bad("tensor_parallel", "a norm as a column", lambda h: cut({"*": "column"}, nn.LayerNorm(4)), r"belongs to a LayerNorm, not a Linear")
 bad("tensor_parallel", "does not divide", lambda h: cut({"": "column", "*": "column"}, nn.Sequential(linear(4, 3))), r"of length 3 is not divisible by axis 'a'|nothing is left")
+bad("tensor_parallel", "lazy buffers", lambda h: cut({"*": "column"}, lazy_buffers()), r"'1.running_mean' has no shape yet")
 bad("tensor_parallel", "lazy", lambda h: cut({"*": "column"}, nn.Sequential(nn.LazyLinear(4))), r"'0.weight' has no shape yet")
 bad("whole_parameters", "another module", lambda h: parallel.whole_parameters(linear()), r"the module is not tensor parallel")
 bad("whole_parameters", "a number", lambda h: parallel.whole_parameters(3), r"the module is not tensor parallel[\s\S]*got: int")
@@ -1160,6 +1168,8 @@ FUNCTIONS: list[tuple[str, str, Callable[[], Any], str]] = [
     ("sync_batch_norm", "momentum of NaN", lambda: parallel.sync_batch_norm(x(4, 2), "a", running_mean=x(2), running_var=x(2), momentum=nan), r"momentum=nan is not"),
     ("sync_batch_norm", "eps of text", lambda: parallel.sync_batch_norm(x(4, 2), "a", eps="small"), r"eps='small' is not"),
     ("convert_batch_norm", "not a module", lambda: parallel.convert_batch_norm([nn.BatchNorm1d(2)], "a"), r"module is not a torch.nn.Module but list"),
+    ("convert_batch_norm", "lazy", lambda: parallel.convert_batch_norm(nn.Sequential(linear(), nn.LazyBatchNorm1d()), "a"), r"'1' is a LazyBatchNorm1d, which has no shape yet[\s\S]*run the module once before"),
+    ("convert_batch_norm", "lazy itself", lambda: parallel.convert_batch_norm(nn.LazyBatchNorm2d(affine=False), "a"), r"the module is a LazyBatchNorm2d, which"),
     ("SyncBatchNorm", "an image for a sequence", lambda: parallel.convert_batch_norm(nn.BatchNorm1d(2), "a")(x(1, 2, 3, 3)), r"x has 4 dims, and 2 or 3 were expected"),
 ]  # fmt: skip
 for name, cause, call, said in FUNCTIONS:
@@ -1197,6 +1207,7 @@ STAGES: list[tuple[str, Callable[[], Any], str]] = [
     ("no stages", lambda: parallel.split_stages(two_layers(), 0), r"n=0 is no number of stages"),
     ("more stages than parts", lambda: parallel.split_stages(two_layers(), 3), r"3 stages of 2 parts"),
     ("costs of other parts", lambda: parallel.split_stages(two_layers(), 2, [1.0]), r"1 costs for 2 parts"),
+    ("lazy", lambda: parallel.split_stages(nn.Sequential(linear(), nn.LazyLinear(2)), 2), r"'1.weight' has no shape yet"),
     ("a negative cost", lambda: parallel.split_stages(two_layers(), 2, [1.0, -1.0]), r"not finite, or negative"),
     ("costs of text", lambda: parallel.split_stages(two_layers(), 2, "ab"), r"are no numbers"),
     ("one layer", lambda: parallel.split_stages(linear(), 2), r"Linear has no row of blocks[\s\S]*it has no list of modules"),
@@ -1342,6 +1353,7 @@ SAVE: list[tuple[str, Callable[[Here], Any], str, bool]] = [
     ("an extra of a rank with an object", lambda h: checkpoint.save(h.folder, linear(), rank_extra=[object()]), r"rank_extra\[0\]", True),
     ("an optimiser of another model", lambda h: checkpoint.save(h.folder, linear(), torch.optim.SGD(linear().parameters(), 1.0)), r"optimi[sz]er|param", True),
     ("parameters on meta", lambda h: checkpoint.save(h.folder, nn.Linear(2, 2, device="meta")), r"'weight' has no values yet", True),
+    ("lazy buffers", lambda h: checkpoint.save(h.folder, lazy_buffers()), r"'1.running_mean' has no shape yet", True),
     ("a file as folder", lambda h: checkpoint.save(__file__, linear()), r"is no folder", True),
 ]  # fmt: skip
 for cause, call_it, said, told in SAVE:
@@ -1355,6 +1367,7 @@ bad("checkpoint.load", "a path of None", lambda h: checkpoint.load(None, linear(
 bad("checkpoint.load", "not a module", lambda h: checkpoint.load(h.folder, None), r"module is not a torch.nn.Module but NoneType")
 bad("checkpoint.latest", "a path of 3", lambda h: checkpoint.latest(3), r"path=3 is no path")
 bad("full_state_dict", "not a module", lambda h: parallel.full_state_dict({}), r"module is not a torch.nn.Module but dict")
+bad("full_state_dict", "lazy buffers", lambda h: parallel.full_state_dict(lazy_buffers()), r"'1.running_mean' has no shape yet", told=True)
 bad("full_state_dict", "shared by name", lambda h: parallel.full_state_dict(linear(), shared="keep"), r"shared='keep' is neither 'copy' nor 'drop'")
 bad("full_state_dict", "dst beyond the mesh", lambda h: parallel.full_state_dict(linear(), dst=4), r"dst=4 is not an index")
 

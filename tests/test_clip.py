@@ -193,6 +193,34 @@ def test_the_dtype_is_that_of_the_model_on_a_rank_without_parameters() -> None:
     assert mc.launch(main, ranks=3) == [torch.float64] * 3
 
 
+@pytest.mark.parametrize("kind", [2.0, 1, math.inf])
+def test_sparse_gradients(kind: float) -> None:
+    """Of embeddings, whose rows are summed over ranks: a row that was asked for twice counts once."""
+    ids = torch.tensor([1, 2, 2, 7, 2, 7])
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
+
+    def main() -> tuple[Tensor, dict[str, Tensor]]:
+        with mc.use_mesh(mc.make_mesh({"dp": 3})) as mesh:
+            model = data_parallel(seeded(make), "dp", grads="mean")
+            model(ids.chunk(3)[mesh.rank]).square().mean().backward()
+            norm = clip_grad_norm(model, 0.1, kind)
+            assert model[0].weight.grad.is_sparse
+            return norm, {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
+
+    one = seeded(make)
+    one(ids).square().mean().backward()
+    for p in one.parameters():
+        assert p.grad is not None
+        p.grad = p.grad.to_dense()
+    expected = clip_grad_norm_(one.parameters(), 0.1, kind)
+    for norm, found in mc.launch(main, ranks=3):
+        assert_close(norm, expected)
+        for name, p in one.named_parameters():
+            assert_close(found[name], p.grad)
+
+
 def test_experts_inside_of_a_sharded_module() -> None:
     """Nested, on other axes, and other experts along one that nobody has cut them along."""
     mesh = mc.make_mesh({"fs": 2, "ep": 2})

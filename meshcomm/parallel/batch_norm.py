@@ -24,6 +24,7 @@ from meshcomm.runtime.ops import Op
 M = TypeVar("M", bound=nn.Module)
 _WHERE = "sync_batch_norm"
 _HALF = (torch.float16, torch.bfloat16)
+_LAZY = nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d
 _KINDS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
 
 
@@ -206,7 +207,7 @@ def convert_batch_norm(module: M, axis: AxisName, *, mesh: Mesh | None = None) -
     Cost: nothing is sent.
 
     Raises:
-        MeshError: not a module; no such axis.
+        MeshError: not a module; no such axis; a lazy batch norm, which has no shape yet.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -220,6 +221,11 @@ def convert_batch_norm(module: M, axis: AxisName, *, mesh: Mesh | None = None) -
     """
     checked_module("convert_batch_norm", module)
     ax = check.axis_of("convert_batch_norm", axis, mesh)
+    lazy = [(path, part) for path, part in module.named_modules() if isinstance(part, _LAZY)]
+    if lazy:  # what it becomes with its first batch would normalise by the rows of each rank
+        [(path, first), *_] = lazy
+        what = f"{repr(path) if path else 'the module'} is a {type(first).__name__}, which has no shape yet."
+        fail("convert_batch_norm", what, fix="run the module once before")
     for part in module.modules():
         if type(part) in _KINDS and _runs_forward_of_its_class(part):
             _convert(part, ax)

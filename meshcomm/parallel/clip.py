@@ -38,7 +38,7 @@ def clip_grad_norm(
     :func:`meshcomm.mark_varying(module, axes) <meshcomm.mark_varying>`, in a check of types or outside of one.
 
     Type: gradients as their parameters; the norm is invariant. A part counts once, a parameter with two names once, and
-    what is the same on several ranks once. A parameter without a gradient counts as zero.
+    what is the same on several ranks once. A parameter without a gradient counts as zero; gradients may be sparse.
 
     Args:
         module: on this rank; it may have no parameters.
@@ -111,7 +111,7 @@ class _Sums:
                 own = torch.float64 if p.dtype in (torch.float64, torch.complex128) else torch.float32
                 self.dtype = own if self.dtype in (None, torch.float32) else self.dtype
             if p.grad is not None and p.grad.numel():
-                lists.setdefault(self._place(p), []).append(p.grad.detach())
+                lists.setdefault(self._place(p), []).append(_values_of(p.grad.detach()))
         for (place, share), gradients in lists.items():
             norm = self._norm(gradients)
             if math.isinf(kind):
@@ -179,6 +179,11 @@ class _Sums:
             got=f"norms from {least:.6g} to {most:.6g}; mesh {self.mesh.shape}",
             fix=f"mc.mark_varying(module, {axis!r}) if each rank has other weights there; else reduce gradients before",
         )
+
+
+def _values_of(g: Tensor) -> Tensor:
+    """All numbers of a gradient that may not be zero: of a sparse one each row once."""
+    return g.coalesce().values() if g.layout is torch.sparse_coo else g
 
 
 def _wide(g: Any) -> torch.dtype | None:

@@ -37,6 +37,13 @@ def has_values(x: Tensor) -> None:
     vars(x).pop(_EMPTY, None)
 
 
+def refuse_lazy(where: str, named: Iterable[tuple[str, Tensor]]) -> None:
+    """There is none of torch's lazy modules, whose shapes come with their first batch, among these."""
+    lazy = next((name for name, x in named if nn.parameter.is_lazy(x)), None)
+    if lazy is not None:
+        fail(where, f"{lazy!r} has no shape yet.", fix="run the module once before")
+
+
 def make_room(x: Tensor, device: torch.device) -> None:
     """Memory for a tensor on the meta device, which stays the same object; no values."""
     room: Tensor = torch.empty_like(x, device=device, requires_grad=False)

@@ -17,7 +17,7 @@ from meshcomm.errors import fail, names, shape_text
 from meshcomm.parallel.cut_parameters import Part, parts_of, place_of, places_of
 from meshcomm.parallel.fingerprints import Fingerprint, differ, fingerprint_of
 from meshcomm.parallel.global_places import Place, Spread
-from meshcomm.parallel.later_values import find_marks, has_no_values
+from meshcomm.parallel.later_values import find_marks, has_no_values, refuse_lazy
 from meshcomm.parallel.optimizers.shares import WHOLE_STATES, shares_of
 
 Path = tuple[str | int, ...]
@@ -69,10 +69,9 @@ def named(module: nn.Module, *, later: bool = False) -> Named:
     params: dict[str, nn.Parameter] = {}
     names_of = state_names(module)
     find_marks(module)
+    refuse_lazy("checkpoint", (*module.named_parameters(), *module.named_buffers()))
     for given, p in module.named_parameters(remove_duplicate=False):
         name = names_of(given)
-        if nn.parameter.is_lazy(p):
-            fail("checkpoint", f"{name!r} has no shape yet.", fix="initialise it first")
         if not later and has_no_values(p):
             fail("checkpoint", f"{name!r} has no values yet.", fix="parallel.load_full_state_dict, or initialise it")
         if id(p) not in first:

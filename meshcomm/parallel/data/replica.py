@@ -33,7 +33,7 @@ from meshcomm.parallel.data.means import Mean
 from meshcomm.parallel.data.same_gradients import compare, heard, wait_for_gradients
 from meshcomm.parallel.data.spread import Over, Spread
 from meshcomm.parallel.fewer_axes import Fewer
-from meshcomm.parallel.later_values import has_no_values, make_room
+from meshcomm.parallel.later_values import has_no_values, make_room, refuse_lazy
 from meshcomm.parallel.optimizers.gradient_dtypes import gradients_in
 from meshcomm.parallel.stand_ins import Site, leaves_of, seen_as, sites_of
 from meshcomm.watch import paused
@@ -107,9 +107,8 @@ class Replica:
         """Parameters and buffers take the values of index 0, where they have any."""
         here = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         here = self.spread.without_ignored(here)
+        refuse_lazy(WHERE, here.items())
         for name, x in here.items():
-            if nn.parameter.is_lazy(x):
-                fail(WHERE, f"{name!r} has no shape yet.", fix="run the module once before")
             if not x.is_meta:
                 check.tensor(WHERE, x, self.axis, repr(name))
         values, named = list(here.values()), list(here.items())

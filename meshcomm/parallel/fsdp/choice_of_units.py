@@ -17,6 +17,7 @@ from meshcomm.parallel.cut_parameters import all_known, known_around
 from meshcomm.parallel.fewer_axes import all_matched
 from meshcomm.parallel.fsdp.slots import Door, Policy, Slot
 from meshcomm.parallel.fsdp.units import Sharded, is_sharded, owner_of, sharded_of
+from meshcomm.parallel.later_values import refuse_lazy
 
 Choice = str | type[nn.Module] | nn.Module
 
@@ -197,6 +198,7 @@ def parameters_of_units(
                 fail(where, f"parameter {full!r} is one of a part that was sharded before.",
                      fix="shard all modules that share it in one call; units= says what is gathered alone; of stages "
                          "of a pipeline, which tie it by name, a copy.deepcopy of each")  # fmt: skip
+            refuse_lazy(where, [(full, param)])
             if not is_plain(param):
                 fail(where, f"parameter {full!r} is a {type(param).__name__}, not a dense Parameter.",
                      fix=f"exclude it: ignore=[{full!r}]")  # fmt: skip

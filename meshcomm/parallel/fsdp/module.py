@@ -50,7 +50,7 @@ from meshcomm.parallel.fsdp.policies import WHERE, Policies
 from meshcomm.parallel.fsdp.slots import Policy, Slot
 from meshcomm.parallel.fsdp.together import Together, checked_list, modules_of, name_around
 from meshcomm.parallel.fsdp.units import Sharded, Unit, register
-from meshcomm.parallel.later_values import wait_for_values
+from meshcomm.parallel.later_values import refuse_lazy, wait_for_values
 from meshcomm.parallel.optimizers.gradient_dtypes import refuse_narrower, watch_wide_gradients
 from meshcomm.parallel.optimizers.over_parts import watch_steps
 from meshcomm.parallel.stand_ins import Around, follow_recurrent, refuse_renormalised
@@ -234,6 +234,7 @@ def fully_shard(
         fail(where, f"init is not callable but {type(init).__name__}.", fix="a function of a module, or None")
     refuse_copies(where, module, "fully_shard(..., replica_axis=) in place of it; a data_parallel part before")
     refuse_cut_elsewhere(where, module)
+    refuse_lazy(where, module.named_buffers())
     claim(module, where)
     refuse_renormalised(where, module)
     apart, before = parts_sharded_before(module, ax)

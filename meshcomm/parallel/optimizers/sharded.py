@@ -165,8 +165,6 @@ class _Steps:
         if any(_torch.kind_of(p) not in (Tensor, torch.nn.Parameter) for p in params):
             odd = next(type(p).__name__ for p in params if _torch.kind_of(p) not in (Tensor, torch.nn.Parameter))
             fail(WHERE, f"a parameter is a {odd}.", fix="plain tensors")
-        if any(torch.nn.parameter.is_lazy(p) for p in params):
-            fail(WHERE, "a parameter has no shape yet.", fix="initialise it first")
         axis = self.axis
         for parts in parts_among(params).values():
             for part in parts:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshcomm.errors import fail
@@ -60,6 +60,8 @@ class Shares:
 
     def add_new(self, optimizer: Optimizer) -> bool:
         """Parameters that are not known yet get their owners; whether there were any."""
+        if any(nn.parameter.is_lazy(p) for p in params_of(optimizer)):
+            fail(WHERE, "a parameter has no shape yet.", fix="run the module once before")
         new = [p for p in params_of(optimizer) if self._shape(p) != p.shape]
         if not new:
             return False

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from meshcomm.errors import fail, few
+from meshcomm.parallel.later_values import refuse_lazy
 from meshcomm.parallel.pipeline.blocks import look
 from meshcomm.parallel.pipeline.partial import PartialModel, by_hand, copy_of, proved
 
@@ -70,6 +71,7 @@ def split_stages(
         fail(WHERE, f"model is not a torch.nn.Module but {type(model).__name__}.", fix="the whole model")
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         fail(WHERE, f"n={n!r} is no number of stages.", fix="1 or more")
+    refuse_lazy(WHERE, model.named_parameters())
     stages = _of_sequential(model, n, costs, example) if _plain(model) else _of_blocks(model, n, costs, example)
     _tie(model, stages)
     return stages

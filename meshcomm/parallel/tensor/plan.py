@@ -13,6 +13,7 @@ from meshcomm.axis import Axis
 from meshcomm.collectives import check
 from meshcomm.errors import fail, likely, names
 from meshcomm.parallel.cut_parameters import named_by
+from meshcomm.parallel.later_values import refuse_lazy
 
 WHERE = "tensor_parallel"
 
@@ -121,9 +122,8 @@ def read(module: nn.Module, plan: Mapping[str, Style | str | Block], sequence: b
     found: list[Named] = []
     missing: list[str] = []
     used: set[str] = set()
+    refuse_lazy(WHERE, (*module.named_parameters(), *module.named_buffers()))
     for path, value in module.named_parameters(remove_duplicate=False):
-        if nn.parameter.is_lazy(value):
-            fail(WHERE, f"{path!r} has no shape yet.", fix="run the module once before")
         place, _, name = path.rpartition(".")
         fits = next((each for each in styles if named_by(each, path)), None)
         if fits is None:

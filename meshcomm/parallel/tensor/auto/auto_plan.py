@@ -20,6 +20,7 @@ from meshcomm.make_mesh import make_mesh
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.alike import refuse_other_modules
 from meshcomm.parallel.cut_parameters import checked_module
+from meshcomm.parallel.later_values import refuse_lazy
 from meshcomm.parallel.tensor.auto.example_inputs import LENGTH, examples_of
 from meshcomm.parallel.tensor.auto.flow import OPAQUE, Flow, Leaf, flow_of
 from meshcomm.parallel.tensor.auto.found_plan import TensorPlan
@@ -116,9 +117,7 @@ def auto_plan(
     if unsure not in ("refuse", "whole"):
         fail(WHERE, f"unsure={unsure!r}.", fix="'refuse' or 'whole'")
     here, n = _mesh_of(axis, mesh)
-    lazy = next((name for name, p in module.named_parameters() if nn.parameter.is_lazy(p)), None)
-    if lazy is not None:
-        fail(WHERE, f"{lazy!r} has no shape yet.", fix="run the module once before")
+    refuse_lazy(WHERE, (*module.named_parameters(), *module.named_buffers()))
     if known_of(module) is not None:
         fail(WHERE, "the module is tensor parallel already.", fix="the module as it was, and one plan for all of it")
     if not isinstance(sequence, bool):
