@@ -363,6 +363,56 @@ def test_optimizers_count_their_steps() -> None:
     assert steps == [3.0]
 
 
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)
+        self.register_buffer("batches", torch.tensor(0))
+        self.register_buffer("factor", torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.batches += 1
+        self.factor = self.factor * 2
+        assert self.factor.item() == 2 ** self.batches.item() > 1
+        y: Tensor = self.norm(self.layer(x)) * self.factor
+        return y
+
+
+@pytest.mark.parametrize("name", ["data_parallel", "fully_shard", "sharded with replicas"])
+def test_buffers_that_are_sent_are_known(name: str) -> None:
+    """The others count as this rank does; torch's batch norm divides by how many batches there were."""
+
+    def main() -> None:
+        model = Counted()
+        if name == "data_parallel":
+            parallel.data_parallel(model, "dp", grads="mean")
+        else:
+            parallel.fully_shard(model, "dp", grads="mean", replica_axis=None if name == "fully_shard" else "rep")
+        for _ in range(3):
+            model(torch.randn(4, 4)).square().mean().backward()
+        assert (model.batches.item(), model.norm.num_batches_tracked.item()) == (3, 3)
+
+    assert not mc.dry_run(main, {"rep": 2, "dp": 8}).host_reads
+
+
+@pytest.mark.parametrize("adaptor", [parallel.data_parallel, parallel.fully_shard])
+def test_a_step_whose_calls_depend_on_values_is_refused(adaptor: Callable[..., Any]) -> None:
+    def main() -> None:
+        model = adaptor(nn.Linear(4, 4), "dp", grads="mean")
+        optimizer = torch.optim.LBFGS(model.parameters())
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(torch.randn(4, 4)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    with pytest.raises(mc.MeshError, match="how often a step of LBFGS calls its closure depends on values"):
+        mc.dry_run(main, {"dp": 8})
+
+
 def test_modules_change_their_dtype() -> None:
     def main() -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).to(torch.bfloat16)

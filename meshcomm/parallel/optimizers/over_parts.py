@@ -21,6 +21,7 @@ from meshcomm.parallel.optimizers.lbfgs import begin_step, end_step
 from meshcomm.parallel.optimizers.scaled import watch_scalers
 from meshcomm.parallel.optimizers.stand_in import evaluated, stand_in
 from meshcomm.parallel.optimizers.whole_steps import step_whole
+from meshcomm.runtime.transports.dry.world import is_dry
 from meshcomm.watch import paused
 
 _WHOLE = tuple(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
@@ -84,6 +85,13 @@ def _of_vectors(
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure) or len(optimizer.param_groups) != 1:
         return None  # torch says what is wrong
+    if is_dry():
+        what = "how often a step of LBFGS calls its closure depends on values, which a dry run has not."
+        fail(
+            f"torch.optim.{LBFGS.__name__}",
+            what,
+            fix="where mc.is_dry() the closure alone, as often as it is called in a run",
+        )
     return begin_step(optimizer, closure, parts, mesh), {}
 
 
