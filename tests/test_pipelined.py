@@ -383,3 +383,38 @@ def half_precision() -> None:
 
 def test_a_loss_in_half_precision_is_added_up_in_float32() -> None:
     mc.launch(half_precision, ranks=2)
+
+
+@pytest.mark.parametrize("adaptor", [None, parallel.data_parallel, parallel.fully_shard])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv"])
+def test_a_microbatch_of_no_tokens_counts_for_nothing(schedule: str, adaptor: Callable[..., Any] | None) -> None:
+    """Its mean is no number; which of them it is differs between data ranks."""
+    counts = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 0, 0, 1, 0]])
+    chunks = 2 if schedule == "zbv" else 1
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4, dtype=F64) for _ in range(2 * chunks)]
+    x, targets = torch.randn(2, 6, 4, dtype=F64), torch.where(counts == 0, -100, torch.arange(6) % 4)
+
+    def main() -> tuple[Tensor, dict[str, Tensor]]:
+        mesh = mc.make_mesh({"dp": 2, "pp": 2})
+        placed = parallel.Schedule.of(schedule, 2, chunks, 3)
+        own = [copy.deepcopy(layers[placed.stage(mesh.coordinate["pp"], chunk)]) for chunk in range(chunks)]
+        for stage in own if adaptor else ():
+            adaptor(stage, "dp", grads="mean", mesh=mesh)
+        step = parallel.pipelined(
+            own, "pp", loss=functional.cross_entropy, microbatches=3, grads="mean", schedule=schedule, mesh=mesh
+        )
+        at = mesh.coordinate["dp"] if adaptor else 0
+        loss = step(x[at], targets[at], weights=counts[at])
+        torch.optim.SGD(step.parameters(), 1.0).step()
+        return mc.all_reduce(loss, "dp", "mean", mesh=mesh), parallel.full_state_dict(step, mesh=mesh)
+
+    whole = nn.Sequential(*copy.deepcopy(layers))
+    ranks = range(2 if adaptor else 1)
+    loss = sum(functional.cross_entropy(whole(x[at]), targets[at]) for at in ranks) / len(ranks)
+    loss.backward()
+    torch.optim.SGD(whole.parameters(), 1.0).step()
+    for found, state in mc.launch(main, ranks=4):
+        torch.testing.assert_close(found, loss.detach())
+        for name, value in whole.state_dict().items():
+            torch.testing.assert_close(state[f"stages.{name}"], value)

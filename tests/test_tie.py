@@ -46,6 +46,17 @@ def test_the_gradient_goes_to_x_and_zeros_to_the_others() -> None:
         assert torch.equal(g, torch.zeros_like(other))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (0,)])
+def test_complex_others_of_a_real_value(shape: tuple[int, ...]) -> None:
+    """However many elements it has: their numbers are pairs."""
+    x = torch.ones(shape, dtype=F64, requires_grad=True)
+    others = [torch.ones(each, dtype=torch.complex128, requires_grad=True) for each in ((), (2,), (0, 2))]
+    y = mc.tie(x * 3, others[0], others[1].conj(), others[2] * 2)
+    found = torch.autograd.grad(y.sum(), [x, *others], create_graph=True)
+    assert_close(found[0], torch.full(shape, 3.0, dtype=F64))
+    assert all(torch.equal(g, torch.zeros_like(other)) for g, other in zip(found[1:], others, strict=True))
+
+
 def test_what_needs_no_gradient_needs_one_tied_to_what_does() -> None:
     w = torch.ones(3, requires_grad=True)
     y = mc.tie(torch.ones(2), w * 2)

@@ -449,5 +449,5 @@ def nothing_of(other: Tensor, x: Tensor) -> Tensor:
     """``[0, 1]``: no element of it, as ``x`` has them."""
     none = (other.narrow(0, 0, 0) if other.ndim else other.reshape(1).narrow(0, 0, 0)).reshape(-1)
     if none.is_complex() and not x.is_complex():
-        none = torch.view_as_real(none.resolve_conj()).reshape(-1)
+        none = none.real  # whose backward makes numbers of its own: those of a cat begin anywhere in its gradient
     return none.to(device=x.device, dtype=x.dtype).unsqueeze(1)

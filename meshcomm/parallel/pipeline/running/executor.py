@@ -211,6 +211,8 @@ class Pass:
         """What stages of this rank give to each other: by kind, stage that it leaves, and microbatch."""
         self.asked: dict[Action, Coming] = {}
         self._losses: list[tuple[Tensor, float]] = []
+        self.outputs_wanted: list[bool] = []
+        """Of microbatches whose output has a gradient, where the last stage is: whether their loss has one."""
         self.outputs: dict[int, Any] = {}
         self.input_gradients: dict[int, list[Tensor]] = {}
         self.closed = closed(WHERE, wires.axis)
@@ -300,6 +302,9 @@ class Pass:
             return
         known = self.known.get((stage, microbatch))
         outline, tensors = outline_of(y, known)
+        odd = next((x for x in tensors if x.layout is not torch.strided), None)
+        if odd is not None:
+            fail(WHERE, f"stage {stage} gives a tensor of layout {odd.layout}.", fix="x.to_dense()")
         if known is not None and outline is not known:
             refuse_change(stage, microbatch, known, outline)
         self.known[stage, microbatch] = outline
@@ -317,7 +322,8 @@ class Pass:
             return None
         dtype = self._losses[-1][0].dtype
         wide = torch.promote_types(dtype, torch.float32)
-        return sum(loss.reshape(()).to(wide) * share for loss, share in self._losses).to(dtype)  # type: ignore[union-attr]
+        counted = [loss.reshape(()).to(wide) * share for loss, share in self._losses if share]
+        return sum(counted).to(dtype)  # type: ignore[union-attr]
 
     def _through(self, module: nn.Module, x: Any, later: WeightsLater | None, rows: Rows) -> Any:
         def fn(x: Any) -> Any:
@@ -354,9 +360,16 @@ class Pass:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             got = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             fail(WHERE, "the loss is no real number.", got=got, fix="loss(output, target) -> a tensor of one element")
-        self._losses.append((loss.detach(), self.batch.shares[microbatch]))
+        share = self.batch.shares[microbatch]
+        self._losses.append((loss.detach(), share))
         if self.trains:
+            if not share:  # such as a mean over no tokens, which is no number: it counts for nothing
+                for x in outline_of(y)[1]:
+                    if x.requires_grad:
+                        x.register_hook(torch.zeros_like)
             wanted = loss.requires_grad
+            if wanted or any(x.requires_grad for x in outline_of(y)[1]):
+                self.outputs_wanted.append(wanted)
             leaves = [Leaf(tuple(loss.shape), loss.dtype, True)] if wanted else []
             self.alive[chunk, microbatch] = Alive(arrival, [get_gradient_edge(loss)] if wanted else [], leaves, later)
 

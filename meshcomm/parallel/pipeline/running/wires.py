@@ -283,6 +283,7 @@ def refuse_change(stage: int, microbatch: int, was: Outline, now: Outline) -> No
         return
     before, after = pairs[0] if pairs else (was.form, now.form)
     what = f"stage {stage} gives {after} for microbatch {microbatch}, and has given {before} for a batch like this."
-    raise CommError(
-        text("pipelined", what, fix="outputs whose shapes and dtypes follow from those of the inputs; or pad them")
-    )
+    fix = "outputs whose shapes and dtypes follow from those of the inputs; or pad them"
+    if pairs and not isinstance(before, Leaf) and not isinstance(after, Leaf):
+        fix = "as a tensor what changes from batch to batch: torch.as_tensor(x)"
+    raise CommError(text("pipelined", what, fix=fix))
