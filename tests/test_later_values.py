@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -297,3 +299,67 @@ def test_no_rank_holds_the_whole(pool4: Any, form: str, way: str, tmp_path: Path
     for own, mapped in load:
         assert own < 2**24 + 2**23  # what it keeps, and one layer of 4 MiB with what goes with it
         assert mapped < (2**26 + 2**23 if form == "pt" else 2**25)  # of torch's files they stay until the end
+
+
+PLAN_OF_TWO: dict[str, Any] = {"0": "column", "2": "row"}
+ADAPTORS: dict[str, Callable[[nn.Module], object]] = {
+    "data_parallel": lambda m: data_parallel(m, "a", grads="mean"),
+    "fully_shard": lambda m: fully_shard(m, "a", grads="mean"),
+    "tensor_parallel": lambda m: tensor_parallel(m, PLAN_OF_TWO, axis="a"),
+}
+
+
+def two_layers() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def a_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("adaptor", ADAPTORS)
+def test_what_is_made_in_inference_mode_trains_outside_of_it(adaptor: str, tmp_path: Path) -> None:
+    """Adaptors, values that come later, and states of optimisers that a checkpoint has."""
+    one = two_layers()
+    states = torch.optim.AdamW(one.parameters(), lr=0.1)
+    a_step(one, states)
+    folder = str(tmp_path)
+    checkpoint.save(folder, one, states)
+    for _ in range(2):
+        a_step(one, states)
+
+    def main(meta: bool) -> dict[str, Tensor]:
+        with mc.use_mesh(mc.make_mesh({"a": 2})):
+            with torch.device("meta") if meta else contextlib.nullcontext():
+                model = two_layers()
+            with torch.inference_mode():
+                ADAPTORS[adaptor](model)
+                if meta:
+                    load_full_state_dict(model, two_layers().state_dict())
+                optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+                checkpoint.load(folder, model, optimizer)
+            for _ in range(2):
+                a_step(model, optimizer)
+            state = full_state_dict(model)
+            assert state is not None
+            return state
+
+    for meta in (False, True):
+        for state in mc.launch(main, ranks=2, args=(meta,)):
+            assert_close(state, dict(one.state_dict()), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("adaptor", ["data_parallel", "tensor_parallel"])
+def test_a_model_that_was_made_in_inference_mode_is_served_in_it(adaptor: str) -> None:
+    def main() -> None:
+        with mc.use_mesh(mc.make_mesh({"a": 2})), torch.inference_mode():
+            model, whole = two_layers(), two_layers()
+            ADAPTORS[adaptor](model)
+            for _ in range(2):
+                assert_close(model(torch.ones(2, 4)), whole(torch.ones(2, 4)))
+
+    mc.launch(main, ranks=2)

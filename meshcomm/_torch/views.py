@@ -41,8 +41,11 @@ def versions_of(tensors: Sequence[Tensor]) -> int:
 
 
 def version_hint(x: Tensor) -> int:
-    """The same for who can do without: 0 where torch does not tell."""
-    return x._version if _sees_writes else 0
+    """The same for who can do without: 0 where torch does not tell, as of what was made in inference mode."""
+    try:
+        return x._version if _sees_writes else 0
+    except RuntimeError:
+        return 0
 
 
 is_view: Callable[[Tensor], bool] = find(

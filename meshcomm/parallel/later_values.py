@@ -8,6 +8,7 @@ made again by the module that owns them, or by what initialises it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -44,11 +45,19 @@ def refuse_lazy(where: str, named: Iterable[tuple[str, Tensor]]) -> None:
         fail(where, f"{lazy!r} has no shape yet.", fix="run the module once before")
 
 
+def as_made(tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """Where these get other memory in inference mode: outside of it, unless they were made in it."""
+    if not torch.is_inference_mode_enabled() or any(x.is_inference() for x in tensors):
+        return contextlib.nullcontext()
+    return torch.inference_mode(False)
+
+
 def make_room(x: Tensor, device: torch.device) -> None:
     """Memory for a tensor on the meta device, which stays the same object; no values."""
-    room: Tensor = torch.empty_like(x, device=device, requires_grad=False)
-    if isinstance(x, nn.Parameter):
-        room = nn.Parameter(room, x.requires_grad)
+    with as_made([x]):
+        room: Tensor = torch.empty_like(x, device=device, requires_grad=False)
+        if isinstance(x, nn.Parameter):
+            room = nn.Parameter(room, x.requires_grad)
     vars(room).update(vars(x) | vars(room))  # what has no memory keeps there on which device it is
     torch.utils.swap_tensors(x, room)
     vars(x)[_EMPTY] = True

@@ -216,6 +216,8 @@ class Restoring:
                 found |= {tail for tail, stored in known if stored is not None and not stored.size}
         return found
 
+    @torch.inference_mode(False)  # tensors that are made in it are of no use outside of it
+    @torch.no_grad()
     def _state(
         self, tail: Path, key: str, may_be_cut: bool, p: Tensor, at: tuple[Place, tuple[int, ...]],
         settings: Mapping[str, Any], wrong: list[str],

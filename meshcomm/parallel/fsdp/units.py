@@ -104,7 +104,10 @@ class Unit:
         """Changes when a parameter is changed in place."""
         total = 0
         for group in self.groups:
-            total += sum(map(_torch.version_of, group.params))
+            try:
+                total += sum(map(_torch.version_of, group.params))
+            except RuntimeError:  # made in inference mode, where nobody counts
+                total += sum(map(_torch.version_hint, group.params))
         return total
 
     def begin(self, phase: int) -> list[Any]:

@@ -269,6 +269,8 @@ class _Steps:
 
     # ------------------------------------------------------------------------------------------------------ states
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _cut_states(self, optimizer: Optimizer) -> None:
         """States of whole parameters become those of parts."""
         for p, state in list(optimizer.state.items()):

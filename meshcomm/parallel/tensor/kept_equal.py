@@ -36,10 +36,10 @@ class KeptEqual:
     def look(self, module: nn.Module, cut: Collection[str]) -> None:
         """Before a forward: whether an optimiser has stepped, and after steps 1, 2, 4, 8 and so on what has moved."""
         if self._watched:
-            moved = next((p for p, version in self._watched if _torch.version_of(p) != version), None)
+            moved = next((p for p, version in self._watched if _torch.version_hint(p) != version), None)
             if moved is None:
                 return
-            self._watched = [(moved, _torch.version_of(moved))]
+            self._watched = [(moved, _torch.version_hint(moved))]
             self._steps += 1
             if self._steps & (self._steps - 1):
                 return
@@ -50,7 +50,7 @@ class KeptEqual:
         whole = {name: p for name, p in module.named_parameters() if p.requires_grad and name not in cut and p.numel()}
         if not self._watched:
             # Without their graph, which has the module: inside of a data parallel one they are results of a node.
-            self._watched = [(p.detach(), _torch.version_of(p)) for p in whole.values()]
+            self._watched = [(p.detach(), _torch.version_hint(p)) for p in whole.values()]
         before, self._before = self._before, {name: _some(p) for name, p in whole.items()}
         moved = [name for name, x in self._before.items() if name in before and before[name].shape == x.shape]
         if not moved:

@@ -23,7 +23,7 @@ from meshcomm.parallel.cut_parameters import (
     refuse_overlap,
 )
 from meshcomm.parallel.cut_states import mark_states
-from meshcomm.parallel.later_values import wait_for_values
+from meshcomm.parallel.later_values import as_made, wait_for_values
 from meshcomm.parallel.optimizers.over_parts import watch_steps
 from meshcomm.parallel.stand_ins import Around, refuse_sliced
 from meshcomm.parallel.tensor.blocks import Boundary, blocks_of
@@ -164,7 +164,8 @@ def tensor_parallel(
     attributes += [each for layer in layers.values() for each in layer.counts()]
     attributes += past_forward(module, {*layers, *blocks})
     refuse_other_modules(WHERE, module, module.named_parameters(), ax)
-    state.make_parts(module)
+    with as_made(module.parameters()):
+        state.make_parts(module)
     for part, name, value in attributes:
         setattr(part, name, value)
     changed: list[tuple[nn.Module, Layer | Boundary]] = [*layers.items(), *blocks.items()]

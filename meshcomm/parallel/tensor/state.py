@@ -89,6 +89,8 @@ class Parallel:
                 self._cut_shape(name, p)
                 continue
             whole = broadcast(p.detach(), self.name, 0, mesh=self.mesh)
+            if p.is_inference() != whole.is_inference():
+                whole = whole.clone()  # of the mode that p is of, too
             if name in self.cuts:
                 trains, part = p.requires_grad, self.part(name, whole)
                 p.requires_grad_(False)  # a leaf that trains may not come to vary, and this one shall
