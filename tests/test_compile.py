@@ -216,6 +216,49 @@ def test_the_first_call_is_not_watched_on_gloo(pool2: Any) -> None:
     pool2.run(first_call)
 
 
+def beside_eager() -> str:
+    """Rank 0 alone compiles: on the CPU it meets nobody. What the others say when their time is up."""
+    mesh = mc.make_mesh({"a": -1}, timeout=2.5)  # which has a group of its own
+
+    def fn(x: Tensor) -> Tensor:
+        return mc.all_reduce(x.sin(), "a", mesh=mesh)
+
+    mc.barrier("a", mesh=mesh)
+    said = ""
+    try:
+        (compiled(fn) if mesh.rank == 0 else fn)(torch.ones(3))
+    except RuntimeError as error:
+        said = str(error)
+    mc.barrier("w", mesh=mc.make_mesh({"w": -1}))
+    return said
+
+
+@pytest.mark.parametrize("kind", ["pool2", "gloo4"])
+def test_beside_an_eager_one(request: pytest.FixtureRequest, kind: str) -> None:
+    first, *others = request.getfixturevalue(kind).run(beside_eager)
+    assert first
+    for said in others:
+        assert "it has compiled calls over this axis" in said, said
+
+
+def any_length() -> list[Any]:
+    """Rank 1 has a graph for any length, the others one for each."""
+    mesh = mc.make_mesh({"a": -1}, timeout=20)
+    torch._dynamo.reset()
+
+    def fn(x: Tensor) -> Tensor:
+        return mc.all_reduce(x.sin(), "a", mesh=mesh).tanh()
+
+    run = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=mesh.rank == 1)
+    return [run(torch.arange(float(length))).tolist() for length in (3, 5, 30000, 30001, 4)]
+
+
+@pytest.mark.parametrize("kind", ["gloo4", "guarded4"])
+def test_graphs_for_any_length_meet_others(request: pytest.FixtureRequest, kind: str) -> None:
+    found = request.getfixturevalue(kind).run(any_length)
+    assert all(each == found[0] for each in found)
+
+
 def summed(backend: str, dtype: torch.dtype) -> None:
     """Small ones at once, large ones in parts, of lengths that the ranks do not divide and that no graph knows; inductor
     makes code of the large ones.

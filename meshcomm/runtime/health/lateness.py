@@ -5,6 +5,7 @@ Ranks whose time is up write at the store what they wait for, and read for a mom
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -34,6 +35,10 @@ _SKEW = 5.0
 _SHOWN = 16
 """The most ranks that are shown one by one."""
 _PAUSE = 0.02
+_COMPILES = (
+    "it has compiled calls over this axis (torch.compile): on the CPU these meet no others, so all ranks compile a call"
+    " or none, and one may have stopped by itself (recompile_limit; TORCH_LOGS=recompiles says so there)"
+)
 
 
 class Late(NamedTuple):
@@ -87,11 +92,13 @@ def keep_by(keep: Callable[[], Path | None]) -> None:
 def late_text(late: Late, fix: str = "the call was given up; s") -> str:
     """All of it. ``fix``: what has become of the call, and the beginning of "see"."""
     lines = [_itself(late)]
-    found, far = _ask(late)
+    found, far, compiled = _ask(late)
     came, elsewhere, silent = _sorted(late, found)
     lost = {i: far[rank] for i, rank in enumerate(late.log.ranks) if rank in far and i not in came}
     blamed = lost or [i for i in silent if i not in late.aside]
     absent = sorted([*elsewhere, *blamed]) if late.missing is None else list(late.missing)
+    more = {i: "; ".join(filter(None, (late.known.get(i), _COMPILES))) for i in compiled}
+    late = late._replace(known={**late.known, **more})
     lines += _who(late, came, elsewhere, silent, lost, asked=late.log.meeting is not None)
     lines += [f"  last completed: {line}" for line in _completed(late, found)]
     for dumped in (path for keep in _keepers if late.log.meeting is not None and (path := keep()) is not None):
@@ -193,25 +200,42 @@ def _completed(late: Late, found: Mapping[int, Any]) -> Iterator[str]:
 # ----------------------------------------------------------------------------------------------------- at the store
 
 
-def _ask(late: Late) -> tuple[dict[int, Any], dict[int, str]]:
-    """What others say, by index; and by rank of the world whose hosts do not answer, and why not."""
+def compiles(log: Log) -> None:
+    """Calls of this rank over a group are being compiled; at the store, for who waits for one that is not."""
+    if log.meeting is not None and (key := _compiled(log, log.index)) not in _told:
+        _told.add(key)
+        with exits.blocked(), contextlib.suppress(RuntimeError):
+            _torch.default_store().set(key, "")
+
+
+def _compiled(log: Log, index: int) -> str:
+    return f"meshcomm/compiled/{log.meeting}/{log.title}/{index}"
+
+
+_told: set[str] = set()
+
+
+def _ask(late: Late) -> tuple[dict[int, Any], dict[int, str], list[int]]:
+    """What others say, by index; by rank of the world whose hosts do not answer, and why not; and who compiles."""
     if late.log.meeting is None:
-        return {}, {}
+        return {}, {}, []
     grace = min(late.grace, _LEAST + _SHARE * late.seconds)
     found: dict[int, Any] = {}
+    compiled: list[int] = []
     asking = threading.Thread(
-        target=_meet, args=(late, grace, found), name="meshcomm late", daemon=True
+        target=_meet, args=(late, grace, found, compiled), name="meshcomm late", daemon=True
     )  # the store may not answer, if the process that serves it has stopped
     asking.start()
     end = time.monotonic() + grace + late.grace / 2
     far = hosts.silent((late.log.ranks[i] for i in late.suspects), grace)
     asking.join(max(0.0, end - time.monotonic()))
-    return dict(found), far
+    return dict(found), far, list(compiled)
 
 
-def _meet(late: Late, grace: float, found: dict[int, Any]) -> None:
+def _meet(late: Late, grace: float, found: dict[int, Any], compiled: list[int]) -> None:
     try:
         with exits.blocked():
+            compiled += [i for i in late.suspects if _torch.default_store().check([_compiled(late.log, i)])]
             _write_and_read(late, grace, found)
     except (RuntimeError, ValueError):  # without the store there is nothing more to say
         return

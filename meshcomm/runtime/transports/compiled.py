@@ -12,6 +12,17 @@ from meshcomm.runtime.transports import dtypes
 from meshcomm.runtime.transports.algorithms import LARGE, PacketLink, Reduce
 from meshcomm.runtime.transports.exact import EXACT
 
+
+def _is_small(count: Any, nbytes: int) -> bool:
+    """Of a number that a graph is for, or of one of those that it is for: then it is for those alone which are the same
+    way. One rank may have a graph for any length, when another one has one for this length, and they must meet.
+    """
+    try:
+        return bool(count * nbytes <= LARGE)
+    except RuntimeError:  # it depends on data: no rank knows it
+        return False
+
+
 _NAMES = {"mean": "avg"}
 """What functional ops call the ops of ours."""
 
@@ -42,8 +53,7 @@ class TracedLink(PacketLink):
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """As in the base; what is large and reduced here in parts, which all gather."""
         count = x.numel()
-        is_small = isinstance(count, int) and count * x.element_size() * self.size <= LARGE
-        if is_small or not self._folds(x, op):
+        if not self._folds(x, op) or _is_small(count, x.element_size() * self.size):
             return super().all_reduce(x, op)
         flat, each = x.reshape(-1), -(-count // self.size)
         rows = torch.cat([flat, flat.new_zeros(each * self.size - count)]).view(self.size, each)

@@ -18,6 +18,7 @@ from meshcomm import _torch
 from meshcomm.errors import CommError
 from meshcomm.runtime.call import Post, Want, is_agreed, told
 from meshcomm.runtime.health import attendance
+from meshcomm.runtime.health.lateness import compiles
 from meshcomm.runtime.pending import Pending, begin_all, queued, settled, then
 from meshcomm.runtime.process import forks
 from meshcomm.runtime.recorder import Named, recorded
@@ -65,6 +66,7 @@ class ProcessLink(GroupLink):
         """As functional operations; what goes to or from one rank is not traced."""
         if self._on_gloo:
             _torch.first_calls_unwatched()
+            compiles(self.log)
         return TracedLink(self.size, self.index, self.nccl, self._on_gloo, self.group.group_name)
 
     def copies(self, name: str, x: Tensor) -> bool:
