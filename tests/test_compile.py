@@ -200,16 +200,12 @@ def first_call() -> None:
     """Its collectives are not run in a mode of torch's that looks for views: gloo's may end the process there."""
     mesh = mc.make_mesh({"a": 2})
     config: Any = importlib.import_module("torch._functorch.config")
-    before = getattr(config, "check_custom_op_aliasing", None)
-    if before is None:
+    if not hasattr(config, "check_custom_op_aliasing"):
         return
-    config.check_custom_op_aliasing = True
-    try:
+    with config.patch(check_custom_op_aliasing=True):
         y = compiled(lambda x: mc.all_gather(x, "a", mesh=mesh))(torch.ones(2))
         assert y.tolist() == [1.0] * 4
         assert not config.check_custom_op_aliasing
-    finally:
-        config.check_custom_op_aliasing = before
 
 
 def test_the_first_call_is_not_watched_on_gloo(pool2: Any) -> None:

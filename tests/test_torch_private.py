@@ -1033,7 +1033,7 @@ def test_name_let_into_graph() -> None:
     assert _torch.let_into_graph() is True  # with nothing left to do
 
 
-def test_name_first_calls_unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_first_calls_unwatched() -> None:
     watched: list[bool] = []
 
     @torch.library.custom_op("meshcomm_tests::plus_one", mutates_args=())
@@ -1047,13 +1047,12 @@ def test_name_first_calls_unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.compiler.reset()
         assert torch.compile(lambda x: plus_one(x), fullgraph=True, backend="aot_eager")(torch.ones(1)).item() == 2.0
 
-    config = importlib.import_module("torch._functorch.config")
+    config: Any = importlib.import_module("torch._functorch.config")
     known = hasattr(config, "check_custom_op_aliasing")
-    if known:
-        monkeypatch.setattr(config, "check_custom_op_aliasing", True)
-    call()
-    assert _torch.first_calls_unwatched() is known
-    call()
+    with config.patch(check_custom_op_aliasing=True) if known else contextlib.nullcontext():
+        call()
+        assert _torch.first_calls_unwatched() is known
+        call()
     assert watched == [known, False]
 
 
