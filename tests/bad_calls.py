@@ -1168,7 +1168,7 @@ FUNCTIONS: list[tuple[str, str, Callable[[], Any], str]] = [
     ("sync_batch_norm", "momentum of NaN", lambda: parallel.sync_batch_norm(x(4, 2), "a", running_mean=x(2), running_var=x(2), momentum=nan), r"momentum=nan is not"),
     ("sync_batch_norm", "eps of text", lambda: parallel.sync_batch_norm(x(4, 2), "a", eps="small"), r"eps='small' is not"),
     ("convert_batch_norm", "not a module", lambda: parallel.convert_batch_norm([nn.BatchNorm1d(2)], "a"), r"module is not a torch.nn.Module but list"),
-    ("convert_batch_norm", "lazy", lambda: parallel.convert_batch_norm(nn.Sequential(linear(), nn.LazyBatchNorm1d()), "a"), r"'1' is a LazyBatchNorm1d, which has no shape yet[\s\S]*run the module once before"),
+    ("convert_batch_norm", "lazy", lambda: parallel.convert_batch_norm(nn.Sequential(linear(), nn.LazyBatchNorm1d()), "a"), r"'1' is still a LazyBatchNorm1d, which becomes another module with its first batch[\s\S]*run the module once before"),
     ("convert_batch_norm", "lazy itself", lambda: parallel.convert_batch_norm(nn.LazyBatchNorm2d(affine=False), "a"), r"the module is a LazyBatchNorm2d, which"),
     ("SyncBatchNorm", "an image for a sequence", lambda: parallel.convert_batch_norm(nn.BatchNorm1d(2), "a")(x(1, 2, 3, 3)), r"x has 4 dims, and 2 or 3 were expected"),
 ]  # fmt: skip
@@ -1208,6 +1208,7 @@ STAGES: list[tuple[str, Callable[[], Any], str]] = [
     ("more stages than parts", lambda: parallel.split_stages(two_layers(), 3), r"3 stages of 2 parts"),
     ("costs of other parts", lambda: parallel.split_stages(two_layers(), 2, [1.0]), r"1 costs for 2 parts"),
     ("lazy", lambda: parallel.split_stages(nn.Sequential(linear(), nn.LazyLinear(2)), 2), r"'1.weight' has no shape yet"),
+    ("lazy buffers", lambda: parallel.split_stages(lazy_buffers(), 2), r"'1.running_mean' has no shape yet"),
     ("a negative cost", lambda: parallel.split_stages(two_layers(), 2, [1.0, -1.0]), r"not finite, or negative"),
     ("costs of text", lambda: parallel.split_stages(two_layers(), 2, "ab"), r"are no numbers"),
     ("one layer", lambda: parallel.split_stages(linear(), 2), r"Linear has no row of blocks[\s\S]*it has no list of modules"),

@@ -193,6 +193,20 @@ def test_the_dtype_is_that_of_the_model_on_a_rank_without_parameters() -> None:
     assert mc.launch(main, ranks=3) == [torch.float64] * 3
 
 
+@pytest.mark.parametrize("kind", [2.0, float("inf")])
+def test_a_sparse_gradient_of_no_rows(kind: float) -> None:
+    """As of padding alone: it counts as zero."""
+
+    def main() -> float:
+        with mc.use_mesh(mc.make_mesh({"dp": 2})):
+            model = nn.Sequential(nn.Embedding(4, 2, sparse=True, padding_idx=0), nn.Linear(2, 2))
+            model[1].bias.grad = torch.tensor([3.0, -3.0])
+            model[0](torch.tensor([0, 0])).sum().backward()
+            return clip_grad_norm(model, 0.1, kind).item()
+
+    assert mc.launch(main, ranks=2) == [pytest.approx(3.0 if kind == float("inf") else 18**0.5)] * 2
+
+
 @pytest.mark.parametrize("kind", [2.0, 1, math.inf])
 def test_sparse_gradients(kind: float) -> None:
     """Of embeddings, whose rows are summed over ranks: a row that was asked for twice counts once."""

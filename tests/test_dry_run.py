@@ -395,6 +395,19 @@ def test_buffers_that_are_sent_are_known(name: str) -> None:
     assert not mc.dry_run(main, {"rep": 2, "dp": 8}).host_reads
 
 
+def test_what_another_rank_sends_is_not_taken_for_known() -> None:
+    """A rank that is not the sender has not its own value."""
+
+    def main() -> None:
+        model = nn.Linear(2, 2)
+        model.register_buffer("count", torch.tensor(1 if mc.make_mesh({"dp": 3}).rank else 0))
+        parallel.data_parallel(model, "dp", grads="mean")
+        assert model.count.item() == 0
+
+    for rank in range(3):
+        mc.dry_run(main, {"dp": 3}, ranks=(rank,))
+
+
 @pytest.mark.parametrize("adaptor", [parallel.data_parallel, parallel.fully_shard])
 def test_a_step_whose_calls_depend_on_values_is_refused(adaptor: Callable[..., Any]) -> None:
     def main() -> None:

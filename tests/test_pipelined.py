@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -418,3 +419,74 @@ def test_a_microbatch_of_no_tokens_counts_for_nothing(schedule: str, adaptor: Ca
         torch.testing.assert_close(found, loss.detach())
         for name, value in whole.state_dict().items():
             torch.testing.assert_close(state[f"stages.{name}"], value)
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=F64))
+
+    def forward(self, y: Tensor, t: Tensor) -> Tensor:
+        return self.scale * functional.cross_entropy(y, t)
+
+
+class Headed(nn.Module):
+    """A last stage that gives its weight, too, for a loss that reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4, dtype=F64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.head(x), self.head.weight
+
+
+def by_hand(y: Any, t: Tensor) -> Tensor:
+    """A mean over the rows that count; over none it has a gradient that is no number, too."""
+    counts = t >= 0
+    if isinstance(y, tuple):
+        y = y[0] + y[0].detach() @ y[1]
+    total: Tensor = (y.square().mean(1) * counts).sum() / counts.sum()
+    return total
+
+
+@pytest.mark.parametrize("last", [lambda: nn.Linear(4, 4, dtype=F64), Headed])
+def test_a_mean_by_hand_over_no_tokens(last: Callable[[], nn.Module]) -> None:
+    counts = torch.tensor([0, 0, 1, 1, 1, 0])
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4, dtype=F64), last()]
+    x, targets = torch.randn(6, 4, dtype=F64), torch.where(counts == 0, -1, 1)
+
+    def main() -> tuple[Tensor, list[Tensor]]:
+        mesh = mc.make_mesh({"pp": 2})
+        own = copy.deepcopy(layers[mesh.rank])
+        step = parallel.pipelined(own, "pp", loss=by_hand, microbatches=3, grads="mean", mesh=mesh)
+        losses = [step(x, targets, weights=counts) for _ in range(2)]  # nothing of the first step stays
+        return losses[1], [p.grad for p in own.parameters() if p.grad is not None]
+
+    whole = nn.Sequential(*copy.deepcopy(layers))
+    loss = by_hand(whole(x), targets)
+    (2 * loss).backward()
+    for rank, (found, gradients) in enumerate(mc.launch(main, ranks=2)):
+        torch.testing.assert_close(found, loss.detach())
+        assert len(gradients) == 2
+        for g, p in zip(gradients, whole[rank].parameters(), strict=True):
+            torch.testing.assert_close(g, p.grad)
+
+
+def test_no_tokens_and_a_loss_with_parameters() -> None:
+    """Backward goes through the loss, whose parameters may be sharded: all ranks come there."""
+    counts, criterion = torch.tensor([[0, 1], [1, 1]]), Scaled()
+
+    def main() -> float:
+        mesh = mc.make_mesh({"dp": 2})
+        own = parallel.fully_shard(copy.deepcopy(criterion), "dp", grads="mean", mesh=mesh)
+        stage = parallel.data_parallel(nn.Linear(4, 4, dtype=F64), "dp", grads="mean", mesh=mesh)
+        pipe = mc.make_mesh({"dp": 2, "pp": 1})
+        step = parallel.pipelined(stage, "pp", loss=own, microbatches=2, grads="mean", mesh=pipe)
+        mine = counts[mesh.rank]
+        return float(step(torch.ones(2, 4, dtype=F64), torch.where(mine == 0, -100, 1), weights=mine))
+
+    assert all(math.isfinite(each) for each in mc.launch(main, ranks=2))

@@ -111,8 +111,8 @@ def take_from(src: int, tensors: Sequence[Tensor], axis: Axis, bucket_mb: float 
     whole = [x.detach() for x in tensors]
     if whole and axis.size > 1:
         for x, y in zip(whole, broadcast(whole, axis.name, src, mesh=axis.mesh, bucket_mb=bucket_mb), strict=True):
-            if hasattr(x, KNOWN):
-                continue  # a dry run, in which the others have what this rank has
+            if axis.own_index == src and hasattr(x, KNOWN):
+                continue  # a dry run, in which nothing else is known of what the others are sent
             if 0 in x.stride():  # expanded: what many places share is written once
                 once = tuple(slice(1) if step == 0 else slice(None) for step in x.stride())
                 x.data[once].copy_(y[once])

@@ -207,7 +207,7 @@ def convert_batch_norm(module: M, axis: AxisName, *, mesh: Mesh | None = None) -
     Cost: nothing is sent.
 
     Raises:
-        MeshError: not a module; no such axis; a lazy batch norm, which has no shape yet.
+        MeshError: not a module; no such axis; a lazy batch norm, which becomes another module with its first batch.
 
     Example:
         >>> import torch, meshcomm as mc
@@ -224,7 +224,8 @@ def convert_batch_norm(module: M, axis: AxisName, *, mesh: Mesh | None = None) -
     lazy = [(path, part) for path, part in module.named_modules() if isinstance(part, _LAZY)]
     if lazy:  # what it becomes with its first batch would normalise by the rows of each rank
         [(path, first), *_] = lazy
-        what = f"{repr(path) if path else 'the module'} is a {type(first).__name__}, which has no shape yet."
+        who = repr(path) if path else "the module"
+        what = f"{who} is still a {type(first).__name__}, which becomes another module with its first batch."
         fail("convert_batch_norm", what, fix="run the module once before")
     for part in module.modules():
         if type(part) in _KINDS and _runs_forward_of_its_class(part):

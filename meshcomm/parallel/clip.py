@@ -110,8 +110,8 @@ class _Sums:
             if p.is_floating_point() or p.is_complex():
                 own = torch.float64 if p.dtype in (torch.float64, torch.complex128) else torch.float32
                 self.dtype = own if self.dtype in (None, torch.float32) else self.dtype
-            if p.grad is not None and p.grad.numel():
-                lists.setdefault(self._place(p), []).append(_values_of(p.grad.detach()))
+            if p.grad is not None and (g := _values_of(p.grad.detach())).numel():
+                lists.setdefault(self._place(p), []).append(g)
         for (place, share), gradients in lists.items():
             norm = self._norm(gradients)
             if math.isinf(kind):

@@ -71,7 +71,7 @@ def split_stages(
         fail(WHERE, f"model is not a torch.nn.Module but {type(model).__name__}.", fix="the whole model")
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         fail(WHERE, f"n={n!r} is no number of stages.", fix="1 or more")
-    refuse_lazy(WHERE, model.named_parameters())
+    refuse_lazy(WHERE, (*model.named_parameters(), *model.named_buffers()))
     stages = _of_sequential(model, n, costs, example) if _plain(model) else _of_blocks(model, n, costs, example)
     _tie(model, stages)
     return stages

@@ -124,7 +124,6 @@ def pipelined(
             ``microbatches``, ``grads``, ``loss``, ``remat`` or a schedule that are none, or differ between ranks.
             From a step, on every rank and before anything runs: a batch that is missing where it is needed, without
             rows, or of other lengths; weights that do not fit; ``check_vma``.
-            After it, on every rank: a loss that requires no grad where outputs do.
         CommError: a stage gives other shapes or dtypes than it did for a batch like this; another rank has failed.
         A step that has failed on all ranks, each of which has caught that, can be followed by others: what it has sent
         is not taken by them. What it has added to gradients stays.
@@ -237,7 +236,7 @@ class PipelineStep(nn.Module):
             targets: the same, where the last stage is. None on all ranks: ``loss(output, None)``.
             weights: with ``grads="mean"``, where the last stage is: how much each microbatch's mean counts, or each
                 row: numbers of tokens. By default its rows. One that counts 0 counts for nothing, even where its
-                mean, of no tokens, is no number.
+                mean, of no tokens, is no number (but for a loss with parameters of its own); its activations are.
 
         Returns: the loss, ``[]``, detached, the same on every rank of the axis.
         """
@@ -251,7 +250,7 @@ class PipelineStep(nn.Module):
         if run.batch.wants:
             _send_back(x, run)
         with torch.no_grad():
-            return self._told(run.total, bool(run.outputs_wanted) and not any(run.outputs_wanted))
+            return self._told(run.total)
 
     @torch.no_grad()
     def evaluate(self, x: Any = None) -> Any:
@@ -362,19 +361,16 @@ class PipelineStep(nn.Module):
         if len(self._known) > _KINDS_KNOWN:
             self._known.pop(next(iter(self._known)))
 
-    def _told(self, total: Tensor | None, detached: bool) -> Tensor:
-        """The loss of the last stage, on all ranks; ``detached``: it is, of outputs that are not."""
+    def _told(self, total: Tensor | None) -> Tensor:
+        """The loss of the last stage, on all ranks."""
         axis = self._mesh.axis(self._axis, WHERE)
         src = self.schedule.place(self._last)[0]
         if is_dry():  # the number is nobody's; its dtype is known where the last stage is
             with said_by(src):
-                _, dtype, _ = agree([0, 0 if total is None else _DTYPES.index(total.dtype), 0], axis, src)[0]
+                _, dtype = agree([0, 0 if total is None else _DTYPES.index(total.dtype)], axis, src)[0]
             return torch.zeros((), dtype=_DTYPES[dtype], device=axis.mesh.device)
-        said = [0, 0, 0] if total is None else [_as_bits(total.item()), _DTYPES.index(total.dtype), int(detached)]
-        bits, dtype, none = agree(said, axis, src)[0]
-        if none:
-            what = "the loss requires no grad, and the outputs that it is of do: nothing is learnt."
-            fail(WHERE, what, fix="no detach(), item() or argmax() in loss; with torch.no_grad(): around the step")
+        said = [0, 0] if total is None else [_as_bits(total.item()), _DTYPES.index(total.dtype)]
+        bits, dtype = agree(said, axis, src)[0]
         return torch.tensor(_of_bits(bits), dtype=_DTYPES[dtype], device=axis.mesh.device)
 
     # --------------------------------------------------------------------------------------------------------- names

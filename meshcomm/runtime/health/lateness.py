@@ -36,8 +36,9 @@ _SHOWN = 16
 """The most ranks that are shown one by one."""
 _PAUSE = 0.02
 _COMPILES = (
-    "it has compiled calls over this axis (torch.compile): on the CPU these meet no others, so all ranks compile a call"
-    " or none, and one may have stopped by itself (recompile_limit; TORCH_LOGS=recompiles says so there)"
+    "it has compiled calls over this axis (torch.compile): if it stands in one of these, it meets no other on the CPU;"
+    " all ranks compile a call or none, and one may have stopped by itself (recompile_limit; TORCH_LOGS=recompiles says"
+    " so)"
 )
 
 
@@ -97,8 +98,7 @@ def late_text(late: Late, fix: str = "the call was given up; s") -> str:
     lost = {i: far[rank] for i, rank in enumerate(late.log.ranks) if rank in far and i not in came}
     blamed = lost or [i for i in silent if i not in late.aside]
     absent = sorted([*elsewhere, *blamed]) if late.missing is None else list(late.missing)
-    more = {i: "; ".join(filter(None, (late.known.get(i), _COMPILES))) for i in compiled}
-    late = late._replace(known={**late.known, **more})
+    late = late._replace(known={**late.known, **dict.fromkeys(compiled, _COMPILES)})
     lines += _who(late, came, elsewhere, silent, lost, asked=late.log.meeting is not None)
     lines += [f"  last completed: {line}" for line in _completed(late, found)]
     for dumped in (path for keep in _keepers if late.log.meeting is not None and (path := keep()) is not None):

@@ -24,6 +24,7 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
+from meshcomm import _torch
 from meshcomm.errors import MeshError, described, fail, text
 from meshcomm.parallel.pipeline.actions import Action
 from meshcomm.parallel.pipeline.closed import closed
@@ -211,8 +212,6 @@ class Pass:
         """What stages of this rank give to each other: by kind, stage that it leaves, and microbatch."""
         self.asked: dict[Action, Coming] = {}
         self._losses: list[tuple[Tensor, float]] = []
-        self.outputs_wanted: list[bool] = []
-        """Of microbatches whose output has a gradient, where the last stage is: whether their loss has one."""
         self.outputs: dict[int, Any] = {}
         self.input_gradients: dict[int, list[Tensor]] = {}
         self.closed = closed(WHERE, wires.axis)
@@ -303,8 +302,8 @@ class Pass:
         known = self.known.get((stage, microbatch))
         outline, tensors = outline_of(y, known)
         odd = next((x for x in tensors if x.layout is not torch.strided), None)
-        if odd is not None:
-            fail(WHERE, f"stage {stage} gives a tensor of layout {odd.layout}.", fix="x.to_dense()")
+        if odd is not None and job.goal is not None and job.goal.rank != self.rank:
+            fail(WHERE, f"stage {stage} gives another rank a tensor of layout {odd.layout}.", fix="x.to_dense()")
         if known is not None and outline is not known:
             refuse_change(stage, microbatch, known, outline)
         self.known[stage, microbatch] = outline
@@ -363,15 +362,17 @@ class Pass:
         share = self.batch.shares[microbatch]
         self._losses.append((loss.detach(), share))
         if self.trains:
-            if not share:  # such as a mean over no tokens, which is no number: it counts for nothing
-                for x in outline_of(y)[1]:
-                    if x.requires_grad:
-                        x.register_hook(torch.zeros_like)
-            wanted = loss.requires_grad
-            if wanted or any(x.requires_grad for x in outline_of(y)[1]):
-                self.outputs_wanted.append(wanted)
-            leaves = [Leaf(tuple(loss.shape), loss.dtype, True)] if wanted else []
-            self.alive[chunk, microbatch] = Alive(arrival, [get_gradient_edge(loss)] if wanted else [], leaves, later)
+            roots = [x for x in (self._unlearnt(y, loss) if not share else [loss]) if x.requires_grad]
+            leaves = [Leaf(tuple(x.shape), x.dtype, True) for x in roots]
+            self.alive[chunk, microbatch] = Alive(arrival, [*map(get_gradient_edge, roots)], leaves, later)
+
+    def _unlearnt(self, y: Any, loss: Tensor) -> list[Tensor]:
+        """What zeros go back from, of a microbatch that counts for nothing: its outputs, for the loss may be a mean
+        over no tokens, whose gradient is no number. The loss where it has parameters of its own: ranks may meet there.
+        """
+        outputs: list[Tensor] = [x for x in outline_of(y)[1] if x.requires_grad]
+        known = {*map(id, _torch.leaves_of_graph(outputs))}
+        return outputs if known.issuperset(map(id, _torch.leaves_of_graph([loss]))) else [loss]
 
     def _b(self, job: Job) -> None:
         action = job.action
