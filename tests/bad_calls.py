@@ -1169,7 +1169,7 @@ FUNCTIONS: list[tuple[str, str, Callable[[], Any], str]] = [
     ("sync_batch_norm", "eps of text", lambda: parallel.sync_batch_norm(x(4, 2), "a", eps="small"), r"eps='small' is not"),
     ("convert_batch_norm", "not a module", lambda: parallel.convert_batch_norm([nn.BatchNorm1d(2)], "a"), r"module is not a torch.nn.Module but list"),
     ("convert_batch_norm", "lazy", lambda: parallel.convert_batch_norm(nn.Sequential(linear(), nn.LazyBatchNorm1d()), "a"), r"'1' is still a LazyBatchNorm1d, which becomes another module with its first batch[\s\S]*run the module once before"),
-    ("convert_batch_norm", "lazy itself", lambda: parallel.convert_batch_norm(nn.LazyBatchNorm2d(affine=False), "a"), r"the module is a LazyBatchNorm2d, which"),
+    ("convert_batch_norm", "lazy itself", lambda: parallel.convert_batch_norm(nn.LazyBatchNorm2d(affine=False), "a"), r"the module is still a LazyBatchNorm2d, which"),
     ("SyncBatchNorm", "an image for a sequence", lambda: parallel.convert_batch_norm(nn.BatchNorm1d(2), "a")(x(1, 2, 3, 3)), r"x has 4 dims, and 2 or 3 were expected"),
 ]  # fmt: skip
 for name, cause, call, said in FUNCTIONS:
