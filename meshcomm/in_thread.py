@@ -29,7 +29,7 @@ class InThread(threading.local):
         self.mesh: Any = None
         """This one and all that follow: ``of_thread`` of ``runtime/transports/threads/eras.py``."""
         self.within = -1
-        self.first = -1
+        self.first = ""
         self.several = False
         self.body: Any = None
         self.eras: Any = None

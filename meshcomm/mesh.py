@@ -35,19 +35,19 @@ from meshcomm.runtime.transports.threads.scheduler import local as _ranks
 _keys = itertools.count()
 
 
-_making: dict[tuple[int, tuple[str, ...]], threading.Lock] = {}
+_making: dict[tuple[str, tuple[str, ...]], threading.Lock] = {}
 """Axes of meshes, by their keys, that are made at this moment."""
 
 
 @contextlib.contextmanager
-def _one_at_a_time(key: tuple[int, tuple[str, ...]]) -> Iterator[None]:
+def _one_at_a_time(key: tuple[str, tuple[str, ...]]) -> Iterator[None]:
     """Who comes second finds what the first has made; where that has failed, makes it, and no third one beside it."""
     with _making.setdefault(key, threading.Lock()):
         yield
         _making.pop(key, None)
 
 
-_meshes: weakref.WeakValueDictionary[int, Mesh] = weakref.WeakValueDictionary()
+_meshes: weakref.WeakValueDictionary[str, Mesh] = weakref.WeakValueDictionary()
 _makers: dict[str, Callable[..., Mesh]] = {}
 
 
@@ -64,7 +64,7 @@ def let_go_of_groups() -> None:
 
 
 @_torch.at_trace_time
-def _prepare(key: int, name: AxisName, where: str) -> str:
+def _prepare(key: str, name: AxisName, where: str) -> str:
     """Set up an axis while a function that uses it is compiled, for that does not trace; the mesh holds it by this
     name.
     """
@@ -75,7 +75,7 @@ def _prepare(key: int, name: AxisName, where: str) -> str:
     return attribute
 
 
-def mesh_with_key(key: int) -> Mesh:
+def mesh_with_key(key: str) -> Mesh:
     """The mesh that code speaks of which is being compiled."""
     return _meshes[key]
 
@@ -106,7 +106,7 @@ class Mesh(Answers, Shown):
         """Who wants to know what a rank asks of its place, if anybody does."""
         self.in_process = place.in_process
         """Whether its ranks are those of one process."""
-        self.key = next(_keys)
+        self.key = str(next(_keys))  # a graph takes a number that has changed for one that may be any
         self.strict = False
         """Whether a tensor on a device that the backends cannot move is an error."""
         self.timeout: timedelta | None = None
@@ -290,7 +290,7 @@ class Mesh(Answers, Shown):
 
     def size_of(self, name: AxisName, where: str = "mesh.size_of") -> int:
         """How many ranks the axis has; needs no rank."""
-        return math.prod(self._shape[part] for part in checked_names(name, self._shape, where))
+        return math.prod([self._shape[part] for part in checked_names(name, self._shape, where)])  # dynamo knows lists
 
     def _find(self, name: AxisName, where: str) -> Axis:
         if torch.compiler.is_compiling():
@@ -392,7 +392,7 @@ def begin(mesh: Mesh) -> None:
 def _set_current(mesh: Mesh | None) -> None:
     of_thread.mesh = mesh
     if mesh is not None and mesh.key != of_thread.first:
-        of_thread.several, of_thread.first = of_thread.first >= 0, mesh.key
+        of_thread.several, of_thread.first = of_thread.first != "", mesh.key
 
 
 def current_mesh() -> Mesh | None:

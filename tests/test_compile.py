@@ -255,6 +255,50 @@ def test_graphs_for_any_length_meet_others(request: pytest.FixtureRequest, kind:
     assert all(each == found[0] for each in found)
 
 
+def planned_for_any_length() -> None:
+    """What is planned for a shape, where rank 1 has graphs for any shape, of meshes that are new to compiled code."""
+    torch._dynamo.reset()
+    halves = mc.shard_map(lambda y: mc.pvary(y, "a") / 2, in_specs="b d", out_specs="b d", check_vma=False)
+
+    def fn(x: Tensor, w: Tensor, mesh: mc.Mesh) -> tuple[Tensor, ...]:
+        whole = mc.reshard(x * mc.axis_size("a", mesh=mesh), "b (a d) -> b d", mesh=mesh)
+        return mc.einsum("b (a d), (a d) f -> b f", x, w, mesh=mesh), halves(whole)
+
+    index = mc.make_mesh({"a": -1}).rank
+    run = torch.compile(fn, backend="eager", fullgraph=True, dynamic=index == 1)
+    for mesh in [mc.make_mesh({"a": -1}, timeout=20) for _ in range(2)]:
+        for rows in (2, 5):
+            x = torch.arange(rows * 3, dtype=F64).view(rows, 3) + index
+            w = torch.ones(3, 4, dtype=F64) * (index + 1)
+            with mc.use_mesh(mesh):
+                close(run(x, w, mesh), fn(x, w, mesh), f"{rows} rows on rank {index}")
+
+
+def lengths_of_graphs() -> None:
+    """Lengths that a call is given, where rank 1 has graphs for any."""
+    mesh = mc.make_mesh({"a": -1}, timeout=20)
+    n, index = mesh.size, mesh.rank
+    torch._dynamo.reset()
+
+    def fn(x: Tensor, sizes: list[int]) -> list[Tensor]:
+        whole = mc.all_gather(x * 2, "a", sizes=sizes, mesh=mesh)
+        mine = mc.reduce_scatter(whole, "a", sizes=sizes, mesh=mesh)
+        return [whole, mine, mc.all_to_all(whole, "a", 0, 0, sizes, [x.shape[0]] * n, mesh=mesh)]
+
+    run = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=index == 1)
+    for sizes in ([3] * n, [4, 2, 5, 3][:n], [5] * n):
+        x = torch.arange(sizes[index] * 2, dtype=F64).view(-1, 2) + index
+        close(run(x, sizes), fn(x, sizes), f"{sizes} on rank {index}")
+
+
+def test_lengths_of_graphs_for_any_length(gloo4: Any) -> None:
+    gloo4.run(lengths_of_graphs)
+
+
+def test_plans_of_graphs_for_any_length(gloo4: Any) -> None:
+    gloo4.run(planned_for_any_length)
+
+
 def summed(backend: str, dtype: torch.dtype) -> None:
     """Small ones at once, large ones in parts, of lengths that the ranks do not divide and that no graph knows; inductor
     makes code of the large ones.

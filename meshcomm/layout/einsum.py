@@ -28,6 +28,7 @@ from meshcomm.layout.notation import parse_arrow
 from meshcomm.layout.recipe import Move, Recipe, gathers, recipe_of, varies
 from meshcomm.layout.reshard import take
 from meshcomm.layout.search import Step
+from meshcomm.layout.shapes import of_graph
 from meshcomm.mesh import Mesh, mesh_with_key
 from meshcomm.runtime.ops import Op
 
@@ -87,12 +88,11 @@ def einsum(layouts: str, *operands: Tensor, mesh: Mesh | None = None, ring: bool
         return watch.here.watcher.laid_out(einsum, layouts, *operands, mesh=mesh, ring=ring)  # type: ignore[no-any-return]
     here = check.mesh_of("einsum", "", mesh)
     _check(layouts, operands, ring, here)
-    shapes = tuple(tuple(x.shape) for x in operands)
     if torch.compiler.is_compiling():
-        recipe = _dressed(_bare_recipe(layouts, shapes, here.key))
+        recipe = _dressed(_bare_recipe(layouts, tuple([of_graph(x.shape) for x in operands]), here.key))
         ring = False  # each rank's pieces would come in another order
     else:
-        recipe = _recipe(layouts, shapes, here.key)
+        recipe = _recipe(layouts, tuple(tuple(x.shape) for x in operands), here.key)
         ring = _ring_pays(operands, recipe, here) if ring is None else ring
     gathered = _gathered_once(recipe) if ring else None
     scattered = recipe.scattered
@@ -132,13 +132,13 @@ def _check(layouts: str, operands: Sequence[Tensor], ring: bool | None, mesh: Me
 
 
 @lru_cache(1000)
-def _recipe(layouts: str, shapes: tuple[tuple[int, ...], ...], mesh: int) -> Recipe:
+def _recipe(layouts: str, shapes: tuple[tuple[int, ...], ...], mesh: str) -> Recipe:
     sizes = mesh_with_key(mesh).shape
     return recipe_of("einsum", parse_arrow("einsum", layouts, sizes, len(shapes)), shapes, tuple(sizes.items()))
 
 
 @_torch.at_trace_time
-def _bare_recipe(layouts: str, shapes: tuple[tuple[int, ...], ...], mesh: int) -> Any:
+def _bare_recipe(layouts: str, shapes: tuple[tuple[int, ...], ...], mesh: str) -> Any:
     """The recipe in types that a graph may hold."""
     moves, *rest, steps, ones = _recipe(layouts, shapes, mesh)
     bare = tuple((*move[:3], tuple(map(tuple, move.steps)), move.varied) for move in moves)

@@ -19,6 +19,7 @@ from meshcomm.collectives.gather import all_gather_invariant, shard
 from meshcomm.layout.notation import parse_arrow
 from meshcomm.layout.plan import plan_of, sides_of
 from meshcomm.layout.search import Step
+from meshcomm.layout.shapes import of_graph
 from meshcomm.mesh import Mesh, mesh_with_key
 from meshcomm.runtime.axis_names import key_of, sizes_with_key
 from meshcomm.runtime.ops import Op
@@ -84,8 +85,10 @@ def reshard(x: Tensor, layouts: str, *, mesh: Mesh | None = None, async_op: bool
     where = "reshard"
     over = check.mesh_of(where, "", mesh)
     check.tensor(where, x, over.axis(over.axis_names[0], where))
-    planned = _planned_at_trace_time if torch.compiler.is_compiling() else _planned
-    steps, order = planned(layouts, tuple(x.shape), over.key)
+    if torch.compiler.is_compiling():
+        steps, order = _planned_at_trace_time(layouts, of_graph(x.shape), over.key)
+    else:
+        steps, order = _planned(layouts, tuple(x.shape), over.key)
     if async_op:
         return _begun(x, steps, order, over)
     return _ordered(take(x, steps, over), order)
@@ -96,7 +99,7 @@ def _ordered(x: Tensor, order: tuple[int, ...]) -> Tensor:
     return x if order == tuple(range(x.ndim)) else x.permute(order)
 
 
-def _planned(layouts: str, shape: tuple[int, ...], mesh: int) -> tuple[tuple[Step, ...], tuple[int, ...]]:
+def _planned(layouts: str, shape: tuple[int, ...], mesh: str) -> tuple[tuple[Step, ...], tuple[int, ...]]:
     """The steps, and where each dim of the result is then, for a local shape on the mesh with this key."""
     sizes = key_of(mesh_with_key(mesh).shape)
     if type(layouts) is str and all([type(length) is int for length in shape]):  # noqa: C419 -- half of a generator's time
@@ -117,7 +120,7 @@ def _planned_once(
 
 
 @_torch.at_trace_time
-def _planned_at_trace_time(layouts: str, shape: tuple[int, ...], mesh: int) -> Any:
+def _planned_at_trace_time(layouts: str, shape: tuple[int, ...], mesh: str) -> Any:
     steps, order = _planned(layouts, shape, mesh)
     return tuple(tuple(step) for step in steps), order  # of types that a graph may hold
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence, Set
+from operator import index
 from typing import Any
 
 from torch import Tensor
@@ -39,6 +40,13 @@ def fit(where: str, layout: Layout, shape: Sequence[int], mesh: Mapping[str, int
             at = layout.at[i] if layout.at else None
             fail(where, pointed(f"a dim called 1 has length {length}.", text, at), got=given, fix="give it a name")
     return layout
+
+
+def of_graph(shape: Sequence[int]) -> tuple[int, ...]:
+    """The lengths in a graph that holds a plan for them, and is for no others: ranks with other graphs, for any length
+    or for these, have the same plan.
+    """
+    return tuple([index(length) for length in shape])
 
 
 def checked_shape(where: str, shape: object) -> tuple[int, ...]:

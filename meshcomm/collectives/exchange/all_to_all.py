@@ -5,6 +5,7 @@ n = size of the axis.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, overload
@@ -54,12 +55,12 @@ def _run_all_to_all(
         return then(got, lambda got: join_rows(got, shape, concat_dim, axis.size))
     if split_dim == concat_dim == 0:  # they lie as they are sent, and come as they are to lie
         rest = x.shape[1:]
-        each = rest.numel()
+        each = math.prod(rest)
         got = axis.link.all_to_all(x.reshape(-1), [each * rows for rows in send], [each * rows for rows in recv])
         return then(got, lambda got: got.view(sum(recv), *rest))
     pieces = x.split(list(send), split_dim)
     shapes = [_piece(x, axis, split_dim, concat_dim, send, recv, source) for source in range(axis.size)]
-    counts = [torch.Size(shape).numel() for shape in shapes]
+    counts = [math.prod(shape) for shape in shapes]
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
 
     def join(got: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ torch's differentiable operations leaf by leaf, so that all a single tensor can 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from operator import attrgetter
@@ -245,7 +246,7 @@ def slice_shape(form: torch.Size, dim: int, size: int) -> torch.Size:
 
 def join_rows(part: Tensor, shape: torch.Size, dim: int, size: int) -> Tensor:
     """Concatenate along ``dim`` the rows of ``[n, k]``, each of which holds one rank's tensor of this shape."""
-    if shape[:dim].numel() == 1:  # they lie so
+    if math.prod(shape[:dim]) == 1:  # they lie so
         return part.reshape(*shape[:dim], size * shape[dim], *shape[dim + 1 :])
     return part.reshape(size, *shape).movedim(0, dim).flatten(dim, dim + 1)
 

@@ -5,6 +5,7 @@ n = number of ranks in the group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -116,14 +117,14 @@ class PacketLink(Defaults):
         """One reduce_scatter, or an all_to_all and a local reduction where the backend cannot."""
         if self._folds(x, op):
             shape = x.shape[1:]
-            runs = [shape.numel()] * self.size
+            runs = [math.prod(shape)] * self.size  # Size.numel would make a graph for this length alone
             got = self.all_to_all(x.reshape(-1), runs, runs)
             return then(got, lambda got: dtypes.fold(op, got.view(self.size, *shape).unbind()))
 
         def reduce(dressed: Tensor, op: str) -> Tensor:
             shape = dressed.shape[1:]
             return then(
-                self._reduce_scatter(dressed.reshape(self.size, shape.numel()), op), lambda row: row.view(shape)
+                self._reduce_scatter(dressed.reshape(self.size, math.prod(shape)), op), lambda row: row.view(shape)
             )
 
         return self._dressed(x, op, reduce)

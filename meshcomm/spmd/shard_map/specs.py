@@ -14,7 +14,7 @@ from meshcomm.collectives.gather import all_gather_invariant, shard
 from meshcomm.elsewhere import is_partition_spec
 from meshcomm.errors import fail, shape_text
 from meshcomm.layout.notation import Dim, Layout, as_text, parse
-from meshcomm.layout.shapes import cut, fit
+from meshcomm.layout.shapes import cut, fit, of_graph
 from meshcomm.mesh import Mesh, mesh_with_key
 
 WHERE = "shard_map"
@@ -118,13 +118,14 @@ def of_leaf(spec: str | None, leaf: Any, label: str, mesh: Mesh, whole: bool) ->
 
 def of_tensor(spec: str, shape: Sequence[int], label: str, mesh: Mesh, whole: bool) -> Layout:
     """The layout with a name for every dim; an error of it says whose it is."""
-    fitted = _fitted_at_trace_time if torch.compiler.is_compiling() else _fitted
-    found = fitted(spec, tuple(shape), label, mesh.key, whole)
-    return found if isinstance(found, Layout) else Layout(Dim(name, axes) for name, axes in found)
+    if torch.compiler.is_compiling():
+        found = _fitted_at_trace_time(spec, of_graph(shape), label, mesh.key, whole)
+        return Layout(Dim(name, axes) for name, axes in found)
+    return _fitted(spec, tuple(shape), label, mesh.key, whole)
 
 
 @lru_cache(4096)
-def _fitted(spec: str, shape: tuple[int, ...], label: str, mesh: int, whole: bool) -> Layout:
+def _fitted(spec: str, shape: tuple[int, ...], label: str, mesh: str, whole: bool) -> Layout:
     sizes, where = mesh_with_key(mesh).shape, f"{WHERE}, {label}"
     found = fit(where, parse(WHERE, spec, sizes), shape, sizes, spec)
     if whole:
@@ -133,7 +134,7 @@ def _fitted(spec: str, shape: tuple[int, ...], label: str, mesh: int, whole: boo
 
 
 @at_trace_time
-def _fitted_at_trace_time(spec: str, shape: tuple[int, ...], label: str, mesh: int, whole: bool) -> Any:
+def _fitted_at_trace_time(spec: str, shape: tuple[int, ...], label: str, mesh: str, whole: bool) -> Any:
     return tuple(tuple(dim) for dim in _fitted(spec, shape, label, mesh, whole))  # of types that a graph may hold
 
 

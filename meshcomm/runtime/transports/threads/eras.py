@@ -66,8 +66,8 @@ class _OfThread(Protocol):
     """The current one."""
     within: int
     """The backward pass in which it became the current one, if it did in one; or -1."""
-    first: int
-    """The key of the first mesh that was current in this thread; or -1."""
+    first: str
+    """The key of the first mesh that was current in this thread; or ""."""
     several: bool
     """Whether another one was, too: only then may a graph be of another mesh than the current one."""
     body: Any
