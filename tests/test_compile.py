@@ -299,6 +299,24 @@ def test_plans_of_graphs_for_any_length(gloo4: Any) -> None:
     gloo4.run(planned_for_any_length)
 
 
+def lengths_by_data() -> None:
+    """Of a length that depends on data, the ranks whose graph is for one input alone know that it is small."""
+    mesh = mc.make_mesh({"a": -1}, timeout=20)
+    torch._dynamo.reset()
+
+    def fn(x: Tensor) -> Tensor:
+        return mc.all_reduce(x[x > 0], "a", mesh=mesh)
+
+    x = torch.arange(-3, 5, dtype=F64)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=mesh.rank == 1)
+        close(run(x), x[4:] * mesh.size, f"rank {mesh.rank}")
+
+
+def test_lengths_that_depend_on_data(gloo4: Any) -> None:
+    gloo4.run(lengths_by_data)
+
+
 def summed(backend: str, dtype: torch.dtype) -> None:
     """Small ones at once, large ones in parts, of lengths that the ranks do not divide and that no graph knows; inductor
     makes code of the large ones.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ def _is_small(count: Any, nbytes: int) -> bool:
     """Of a number that a graph is for, or of one of those that it is for: then it is for those alone which are the same
     way. One rank may have a graph for any length, when another one has one for this length, and they must meet.
     """
-    try:
-        return bool(count * nbytes <= LARGE)
-    except RuntimeError:  # it depends on data: no rank knows it
-        return False
+    if isinstance(count, torch.SymInt):
+        shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")  # it imports much
+        if shapes.free_unbacked_symbols(count):  # it depends on data: no rank knows it, one may know that it is small
+            return False
+    return bool(count * nbytes <= LARGE)
 
 
 _NAMES = {"mean": "avg"}

@@ -231,7 +231,7 @@ def fold(op: str, xs: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     if len(xs) == 1:
         return xs[0].clone(memory_format=torch.contiguous_format) if out is None else out.copy_(xs[0])
     dtype = xs[0].dtype
-    if op == "sum" and dtype in SUMMED_AS_THEY_ARE:
+    if op == "sum" and dtype in SUMMED_AS_THEY_ARE and type(xs[0]) is Tensor:  # a graph may be for any number of them
         if len(xs) == 2 and out is not None:
             return torch.add(xs[0], xs[1], out=out)
         if (numel := xs[0].numel()) <= _BLOCK:
