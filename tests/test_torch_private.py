@@ -1033,6 +1033,21 @@ def test_name_let_into_graph() -> None:
     assert _torch.let_into_graph() is True  # with nothing left to do
 
 
+def test_name_depends_on_data() -> None:
+    found: list[list[bool]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        known = [node.meta["example_value"] for node in graph.graph.nodes if "example_value" in node.meta]
+        found.append([_torch.depends_on_data(x.shape[0]) for x in known if isinstance(x, Tensor)])
+        return graph
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch.compiler.reset()
+        torch.compile(lambda x: x.nonzero() + 1, fullgraph=True, dynamic=True, backend=backend)(torch.ones(3))
+    assert found == [[False, True, True]]
+    assert not _torch.depends_on_data(3)
+
+
 def test_name_first_calls_unwatched() -> None:
     watched: list[bool] = []
 

@@ -20,6 +20,7 @@ __all__ = [
     "at_trace_time",
     "computed_again",
     "copied_in_graph",
+    "depends_on_data",
     "elementwise",
     "first_calls_unwatched",
     "in_graph",
@@ -109,6 +110,12 @@ def first_calls_unwatched() -> bool:
     if known:
         config.check_custom_op_aliasing = False
     return known
+
+
+def depends_on_data(number: Any) -> bool:
+    """Whether a number in a graph is one that nothing but data tells."""
+    shapes: Any = sys.modules.get("torch.fx.experimental.symbolic_shapes")  # without it there is none
+    return isinstance(number, torch.SymInt) and bool(shapes.free_unbacked_symbols(number))
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -18,11 +17,8 @@ def _is_small(count: Any, nbytes: int) -> bool:
     """Of a number that a graph is for, or of one of those that it is for: then it is for those alone which are the same
     way. One rank may have a graph for any length, when another one has one for this length, and they must meet.
     """
-    if isinstance(count, torch.SymInt):
-        shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")  # it imports much
-        if shapes.free_unbacked_symbols(count):  # it depends on data: no rank knows it, one may know that it is small
-            return False
-    return bool(count * nbytes <= LARGE)
+    # Of what depends on data no rank knows it, though one may know that it is small.
+    return not _torch.depends_on_data(count) and bool(count * nbytes <= LARGE)
 
 
 _NAMES = {"mean": "avg"}
